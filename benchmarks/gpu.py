@@ -4,7 +4,7 @@ In: a CUDA device. Out: one table per part: milliseconds (median of `--repeats`,
 peak memory beyond what was allocated before, and the error of the gradients against float64. Invariant: every variant
 of a table gets the same input.
 
-    python benchmarks/gpu.py [head] [decode] [large] [learn] [step] [--repeats 5] [--vllm SITE]
+    python benchmarks/gpu.py [head] [decode] [large] [learn] [learn8b] [learn30b] [step] [--repeats 5] [--vllm SITE]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from gpu_decode import CUDA, VOCABULARY, bench_decode, bench_large
-from gpu_learn import bench_learn
+from gpu_learn import bench_learn, bench_learn_8b, bench_learn_30b
 from gpu_measure import Cost, Variant, measure, show
 from gpu_peers import peer_heads
 from gpu_step import bench_step
@@ -154,6 +154,8 @@ PARTS: dict[str, Callable[..., None]] = {
     "decode": bench_decode,
     "large": bench_large,
     "learn": bench_learn,
+    "learn8b": bench_learn_8b,
+    "learn30b": bench_learn_30b,
     "step": bench_step,
 }
 

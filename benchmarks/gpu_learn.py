@@ -104,13 +104,15 @@ def first_pass(variant: Variant) -> float:
     return time.perf_counter() - start
 
 
-def bench_learn(repeats: int, budget: int = 20480) -> None:
-    _bench_small(repeats, budget)
+def bench_learn_8b(repeats: int) -> None:
     _bench_large(repeats, "dense, Qwen3-8B shape", 16384)
+
+
+def bench_learn_30b(repeats: int) -> None:
     _bench_large(repeats, "MoE, Qwen3-30B-A3B shape", 10240)
 
 
-def _bench_small(repeats: int, budget: int) -> None:
+def bench_learn(repeats: int, budget: int = 20480) -> None:
     models = {name: build_model("qwen3", DENSE) for name in ("plain", "checkpointed", "compiled", "both")}
     for name in ("checkpointed", "both"):
         recompute_activations(models[name])

@@ -8,7 +8,8 @@ same with a sharded model. All of them make the same groups from the same seed, 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/ranks_gpu.py --device cpu
 
 It has never been run with NCCL, because no machine with several GPUs was available. With bfloat16, expect gradients
-that differ by about 1e-2: run it with float32 first.
+that differ by about 1e-2: run it with float32 first. `--cpu-offload` keeps shards, masters and moments in the memory of
+the CPU, which `gspo train` does not offer; on a CPU it changes nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +21,24 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from gspo import config as settings
 from gspo.build import engine_for, optimizer_for, policy_for, run_objective, tokenizer_for
 from gspo.config import Config
 from gspo.context import LearnContext
-from gspo.model.load import Policy
+from gspo.model import sharding
+from gspo.model.load import Policy, device_of
+from gspo.model.partial import whole
 from gspo.model.sharding import full, gathered, shard
 from gspo.ranks.group import ONE, Ranks
 from gspo.ranks.start import check_device, join_ranks
@@ -93,6 +98,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="", help="a model directory or hub name; a tiny MoE model by default")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--cpu-offload", action="store_true", help="keep what is sharded in the memory of the CPU")
     parser.add_argument("--steps", type=int, default=5, help="training steps")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
@@ -120,11 +126,13 @@ def _config(options: argparse.Namespace) -> Config:
 
 def measure(config: Config, ranks: Ranks, options: argparse.Namespace, folder: Path) -> Result:
     """Sample, then train, with a fresh model. One process leaves its first gradients in the folder."""
-    policy = policy_for(config, tokenizer_for(config))
-    check_device(policy.device, ranks)
-    engine = engine_for(config, policy)
+    check_device(device_of(config.model.device), ranks)
+    policy = policy_for(config, tokenizer_for(config), ranks=ranks)
+    with whole(policy.model):
+        engine = engine_for(config, policy)
     if ranks.several:
-        shard(policy.model, ranks.count)
+        with offloaded(policy.device) if options.cpu_offload else nullcontext():
+            shard(policy.model, ranks.count)
     result = Result()
     groups = make_groups(config, policy)
     _sample(result, engine, policy, ranks, groups, options.tokens)
@@ -149,6 +157,17 @@ def measure(config: Config, ranks: Ranks, options: argparse.Namespace, folder: P
     result.memory_bytes = peak_memory(policy.device)
     engine.close()
     return result
+
+
+@contextmanager
+def offloaded(device: torch.device) -> Iterator[None]:
+    """Inside, models are sharded with CPU offload."""
+    policy = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    sharding.fully_shard = partial(fully_shard, offload_policy=policy)
+    try:
+        yield
+    finally:
+        sharding.fully_shard = fully_shard
 
 
 def make_groups(config: Config, policy: Policy) -> list[Group]:

@@ -9,27 +9,34 @@ anything expensive starts.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from gspo.cluster.connect import membership
 from gspo.config import Config, ModelConfig, RolloutConfig, to_toml
 from gspo.context import LearnContext, RunContext
 from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems, load_problems
 from gspo.data.task import build_task
 from gspo.errors import ConfigError
+from gspo.learner.checkpoint import size_of as checkpoint_size
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.context_parallel import check_context_parallel
-from gspo.model.load import Policy, load_policy, load_tokenizer
+from gspo.model.free_memory import free_memory
+from gspo.model.load import Policy, device_of, dtype_name, load_policy, load_tokenizer
+from gspo.model.partial import whole
 from gspo.model.sharding import shard
 from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
 from gspo.objectives.objective import Objective, change, settings_of
 from gspo.objectives.samples import overlong_range
 from gspo.objectives.table import base_objective
 from gspo.ranks.context import join_context
+from gspo.ranks.environment import local_ranks
 from gspo.ranks.group import ONE, Ranks
 from gspo.ranks.start import check_device
 from gspo.reward.reward import RewardPool
@@ -37,6 +44,8 @@ from gspo.reward.source_rewards import source_rewards
 from gspo.rollout.data_parallel import DataParallelEngine
 from gspo.rollout.engine import Engine, EngineContext, build_engine, controls_for, engine_names, engine_traits
 
+ROOM = 0.5
+"""The share of the free memory of a rank that whole weights may take while it samples. The KV cache needs some, too."""
 REWARD_CACHE = "reward_cache"
 """The folder of a run directory with the scores of models and endpoints."""
 
@@ -178,10 +187,17 @@ def run_adaptive_clip(config: Config) -> tuple[AdaptiveClip | None, dict[str, An
     return auto, settings
 
 
+def with_dtype(config: Config) -> Config:
+    """The config with the precision that `model.dtype = "auto"` is on this machine. It is what a run directory records,
+    so that the run resumes in it on any machine."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype_name(config.model)))
+
+
 def reward_pool(config: Config, run: Path | None = None) -> RewardPool:
-    """The worker processes that score completions. Scores that were paid for are kept in the directory of the run."""
+    """The worker processes that score completions, on a cluster if this process is part of a run there. Scores that
+    were paid for are kept in the directory of the run."""
     cache_dir = str((run / REWARD_CACHE).absolute()) if run else ""
-    return RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir)
+    return RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir, cluster=membership())
 
 
 def tokenizer_for(config: Config, model: ModelConfig | None = None) -> Any:
@@ -198,10 +214,12 @@ def run_tokenizer(config: Config, checkpoint: Path | None) -> Any:
     return tokenizer_for(config, config.model if checkpoint is None else saved_model(config.model, checkpoint))
 
 
-def policy_for(config: Config, tokenizer: Any, model: ModelConfig | None = None, *, routers: bool = True) -> Policy:
+def policy_for(
+    config: Config, tokenizer: Any, model: ModelConfig | None = None, *, routers: bool = True, ranks: Ranks = ONE
+) -> Policy:
     """The config's model on its device, or `model` in its place. Sampling alone does not need its `routers`."""
     routing = config.routing if routers else None
-    return load_policy(model or config.model, tokenizer, seed=config.seed, routing=routing)
+    return load_policy(model or config.model, tokenizer, seed=config.seed, routing=routing, ranks=ranks)
 
 
 def optimizer_for(config: Config, policy: Policy) -> Optimizer:
@@ -209,10 +227,10 @@ def optimizer_for(config: Config, policy: Policy) -> Optimizer:
     return Optimizer(policy.model, config.learner, config.steps * config.learner.mini_batches)
 
 
-def engine_for(config: Config, policy: Policy) -> Engine:
+def engine_for(config: Config, policy: Policy, ranks: Ranks = ONE) -> Engine:
     """The engine that samples from a policy."""
     context = EngineContext(
-        model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids, routers=policy.routers
+        model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids, routers=policy.routers, ranks=ranks
     )
     controls_for(context, config.rollout.sampling)  # settings that the tokenizer refuses, before vLLM starts
     return build_engine(config.rollout.engine, context, config.rollout.engine_options)
@@ -239,6 +257,9 @@ def build_run(
         ranks.watch.run = run
     with ranks.together("build", config=to_toml(config), run=str(run), checkpoint=str(checkpoint or "")):
         learner, engine = build_learner(config, objective, tokenizer, run=run, checkpoint=checkpoint, ranks=ranks)
+    assert engine is not None  # the leader has one
+    if _on_every_rank(config, ranks):
+        engine = DataParallelEngine(engine, learner.policy.model, learner.ranks)
     stack.callback(engine.close)
     _check_positions(learner.policy, problems, config.rollout.max_tokens)
     check_routes(config, engine)
@@ -247,7 +268,7 @@ def build_run(
         **vars(learner),
         problems=problems,
         order=SamplingOrder.of(problems.train, config.data, config.seed),
-        engine=DataParallelEngine(engine, learner.policy.model, ranks) if ranks.several else engine,
+        engine=engine,
         rewards=rewards,
         adaptive_clip=run_adaptive_clip(config)[0],
     )
@@ -255,15 +276,19 @@ def build_run(
 
 def build_learner(
     config: Config, objective: Objective, tokenizer: Any, *, run: Path, checkpoint: Path | None, ranks: Ranks = ONE
-) -> tuple[LearnContext, Engine]:
-    """What every rank has: the components that `learn` needs, and an engine."""
+) -> tuple[LearnContext, Engine | None]:
+    """What every rank has: the components that `learn` needs, and an engine, if it samples."""
+    check_device(device_of(config.model.device), ranks)
     policy = policy_for(
-        config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint)
+        config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint), ranks=ranks
     )
-    # Before the model is sharded: an engine may try forwards of its own.
-    engine = engine_for(config, policy)
+    ranks = dataclasses.replace(ranks, by_layer=samples_by_layer(config, policy, ranks))
+    engine = None
+    if not ranks.several or _on_every_rank(config, ranks):
+        # Before the model is sharded, because an engine may try forwards of its own.
+        with nullcontext() if ranks.by_layer else whole(policy.model):
+            engine = engine_for(config, policy, ranks)
     if ranks.several:
-        check_device(policy.device, ranks)
         if config.learner.context_parallel > 1:
             context = join_context(ranks, config.learner.context_parallel, config.ranks.timeout_s)
             check_context_parallel(policy.model, context)
@@ -277,16 +302,44 @@ def build_learner(
         optimizer=optimizer_for(config, policy),
         ranks=ranks,
     )
+    if engine is None and ranks.leads:
+        # The others wait for commands, so this engine must not run the model.
+        engine = engine_for(config, policy, ranks)
     return learner, engine
+
+
+def samples_by_layer(config: Config, policy: Policy, ranks: Ranks) -> bool:
+    """Whether the ranks gather the weights layer by layer while they sample; the same on all of them."""
+    choice, model = config.ranks.sampling_weights, policy.model
+    if not _on_every_rank(config, ranks) or choice == "whole":
+        return False
+    if choice == "layers":
+        return True
+    # On GPUs it was never tried, and it costs the CUDA graphs.
+    if policy.device.type == "cuda":
+        return False
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    # Masters and moments will take their memory at the first update.
+    free = free_memory(policy.device)[0] / local_ranks(ranks.count) - checkpoint_size(model) / ranks.count
+    return bool(ranks.max(torch.tensor(int(weights > ROOM * free))))
+
+
+def _on_every_rank(config: Config, ranks: Ranks) -> bool:
+    """Whether there are several ranks and each has an engine."""
+    return ranks.several and engine_traits(config.rollout.engine).data_parallel
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
     """Refuse settings that do not work on this number of ranks."""
     engine = config.rollout.engine
-    if ranks.several and not engine_traits(engine).data_parallel:
+    if ranks.several and engine not in (able := _engines_of_ranks()):
         raise ConfigError(
-            f"rollout.engine: {engine!r} cannot sample on {ranks.count} ranks yet; use "
-            f"{' or '.join(name for name in engine_names() if engine_traits(name).data_parallel)}, or a single process"
+            f"rollout.engine: {engine!r} cannot sample on {ranks.count} ranks; use {' or '.join(able)}, or a single "
+            "process"
+        )
+    if ranks.several and config.ranks.sampling_weights != "auto" and not _on_every_rank(config, ranks):
+        raise ConfigError(
+            f"ranks.sampling_weights: has no effect with engine {engine!r}, which has weights of its own; leave it out"
         )
     context = config.learner.context_parallel
     if ranks.count % context:
@@ -299,6 +352,12 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
             'model.compile: compiled layers cannot exchange tokens with other ranks; set it to "off", or '
             "learner.context_parallel = 1"
         )
+
+
+def _engines_of_ranks() -> list[str]:
+    """The engines that work on several ranks."""
+    traits = {name: engine_traits(name) for name in engine_names()}
+    return [name for name, known in traits.items() if known.data_parallel or known.on_leader]
 
 
 def check_routes(config: Config, engine: Engine) -> None:
@@ -370,7 +429,7 @@ def load_reference(run: Path, config: Config, objective: Objective, policy: Poli
     model = saved_model(config.model, saved) if saved.is_dir() else config.model
     # The reference has no backward pass, so checkpointing its activations would save nothing.
     model = dataclasses.replace(model, gradient_checkpointing=False)
-    reference = load_policy(model, load_tokenizer(model), seed=0).model.requires_grad_(False)
+    reference = load_policy(model, load_tokenizer(model), seed=0, ranks=ranks).model.requires_grad_(False)
     if ranks.several:
         shard(reference, ranks.count)
     return reference

@@ -22,11 +22,12 @@ import orjson
 from gspo.build import build_learner, load_reference, run_adaptive_clip, run_objective, run_tokenizer, saved_model
 from gspo.config import from_tree
 from gspo.context import LearnContext
-from gspo.errors import GspoError, RankError
+from gspo.errors import GspoError, MemoryLimitError, RankError
 from gspo.learner import checkpoint
 from gspo.learner.sft import FineTuner
 from gspo.model.load import reload_weights
 from gspo.model.micro_batch import TokenSequence
+from gspo.model.out_of_memory import out_of_memory
 from gspo.objectives.adaptive_clip import ClipRange
 from gspo.ranks.codec import convert
 from gspo.ranks.group import Ranks
@@ -34,6 +35,8 @@ from gspo.ranks.output import FollowerOutput
 from gspo.ranks.usage import exchange_usage
 from gspo.rollout.data_parallel import sample_share
 from gspo.rollout.engine import Engine
+from gspo.rollout.vllm.policy import logprobs, whole_tensors
+from gspo.rollout.vllm.weights import Part
 from gspo.step import learn
 from gspo.types import Group, Prompt, Sampling
 
@@ -51,7 +54,7 @@ class Follower:
     """A rank that does what the leader does, with its own part of the weights."""
 
     context: LearnContext
-    engine: Engine
+    engine: Engine | None
 
     def __init__(self, ranks: Ranks, output: FollowerOutput) -> None:
         self._ranks = ranks
@@ -80,6 +83,11 @@ class Follower:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             self._ranks.watch.report_failure(error)
             self._failed = True
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            # The leader waits for the rest of a collective, and reports this as the reason.
+            raise MemoryLimitError(f"{str(error).splitlines()[0]}; lower learner.micro_batch_tokens") from error
         return True
 
     # ---- commands
@@ -120,7 +128,16 @@ class Follower:
             "version": version,
             "routes": routes,
         }
-        sample_share(self.engine, self.context.policy.model, self._ranks, call=call, prompts=prompts, options=options)
+        assert self.engine is not None
+        ranks = self.context.ranks
+        sample_share(self.engine, self.context.policy.model, ranks, call=call, prompts=prompts, options=options)
+
+    def send_weights(self, part: Part) -> None:
+        for _ in whole_tensors(self.context.policy.model, part):
+            pass
+
+    def score(self, sequences: list[TokenSequence], temperature: float) -> None:
+        logprobs(self.context.policy.model, sequences, temperature)
 
     def learn(self, groups: list[Group], step: int, clip: ClipRange) -> None:
         objective = clip.apply(self.context.objective, self._adaptive_clip)
@@ -158,4 +175,4 @@ class Follower:
         self.context.optimizer.config = replace(learner, learning_rate=learner.learning_rate * factor)
 
     def reload_weights(self, path: str) -> None:
-        reload_weights(self.context.policy, saved_model(self.context.config.model, Path(path)))
+        reload_weights(self.context.policy, saved_model(self.context.config.model, Path(path)), self._ranks)

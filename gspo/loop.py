@@ -455,7 +455,7 @@ class Loop:
         self.start_step = min(self.start_step, restored.step)
         record_rollback(self.run_dir, record)
         with self.context.ranks.together("reload_weights", path=str(path)):
-            reload_weights(self.context.policy, saved_model(self.config.model, path))
+            reload_weights(self.context.policy, saved_model(self.config.model, path), self.context.ranks)
         return self._set_state(self._restore(path, restored))
 
     def _write_changes(self, state: TrainerState, changed: Mapping[str, Any], *, objective: bool) -> None:

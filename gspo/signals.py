@@ -45,6 +45,11 @@ def shielded() -> Iterator[None]:
         raise _phase.pending
 
 
+def stop_pending() -> bool:
+    """Whether a stop request waits for the end of the shield that is active."""
+    return _phase.pending is not None
+
+
 def end_phase(error: Exception) -> None:
     """Raise an error in the main thread, from another one, if the main thread is in an interruptible phase."""
     if _phase.interruptible and _phase.pending is None and callable(signal.getsignal(signal.SIGUSR1)):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo import trust
-from gspo.build import build_run, run_objective
+from gspo.build import build_run, run_objective, with_dtype
 from gspo.config import (
     Config,
     anchored,
@@ -89,7 +89,7 @@ def train(config: Config, display: Display, ranks: Ranks = ONE) -> Outcome:
     """Start a new run. Of several ranks, this is what the leader does."""
     check_single_process(ranks)
     check(config)
-    config = anchored(config)
+    config = with_dtype(anchored(config))
     objective = run_objective(config)
     for path in config.data_files:
         check_file(path)

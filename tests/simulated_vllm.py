@@ -13,6 +13,7 @@ import torch
 
 from gspo.model.micro_batch import padded
 from gspo.rollout.vllm.host import Check, Request, RequestOutput
+from gspo.rollout.vllm.policy import LearnerPolicy
 
 
 class SimulatedVllm:
@@ -28,7 +29,7 @@ class SimulatedVllm:
     def label(self) -> str | None:
         return self._label
 
-    def sync(self, model: Any, label: str, check: Check) -> None:
+    def sync(self, policy: LearnerPolicy, label: str, check: Check) -> None:
         self._label = label
         check(lambda requests: self.generate(requests, routes=False))
         self.asked.clear()

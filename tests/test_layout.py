@@ -35,7 +35,7 @@ LAYERS = (
         "signals",
     },
     {"aliases", "config", "hub"},
-    {"data", "model", "objectives"},
+    {"cluster", "data", "model", "objectives"},
     {"reward", "rollout"},
     {"learner"},
     {"context"},
@@ -103,6 +103,7 @@ def test_the_public_names_are_there_and_objective_is_a_function() -> None:
 
 NAMED = {
     "aliases.py": "old names of rewards",
+    "cluster/connect.py": "what Ray calls a cluster of one machine",
     "config/schema.py": "the default of a setting",
     "record/run_format.py": "format 1 records only the names of objectives",
 }

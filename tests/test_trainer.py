@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from gspo import config as settings
+from gspo.build import with_dtype
 from gspo.cli import main
 from gspo.config import Config
 from gspo.errors import CheckpointError, ConfigError, NumericalError, RewardError
@@ -202,7 +203,10 @@ def test_metrics_are_complete_and_exclude_timings(tiny: Callable[..., Config], d
     assert kinds[0] == "start"
     assert kinds[-1] == "stop"
     again = settings.from_tree(__import__("tomllib").loads((run_of(config) / "config.toml").read_text()), where="x")
-    assert again == config
+    # Complete: what `auto` was on this machine is written, so that the run resumes in it on any other.
+    assert config.model.dtype == "auto"
+    assert again == with_dtype(config)
+    assert again.model.dtype == "float32"
 
 
 def test_checkpoints_load_in_plain_transformers(tiny: Callable[..., Config], display: Any) -> None:

@@ -78,6 +78,10 @@ def _plan(options: argparse.Namespace, overrides: list[str], cluster: Any) -> An
             f"rollout.engine: only engines with the learner's own weights are planned for, not "
             f"{config.rollout.engine!r}; give --rollout.engine={RolloutConfig().engine}"
         )
+    if config.ranks.sampling_weights == "layers":
+        raise ConfigError(
+            'ranks.sampling_weights: "layers" is not planned for, because it was never tried on a GPU; leave it out'
+        )
     longest = max(section.max_prompt_tokens for section in config.problem_sections.values())
     if options.mean_tokens and options.mean_tokens > config.rollout.max_tokens:
         raise ConfigError(

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo import config
+from gspo.cluster.connect import membership
 from gspo.commands.arguments import add_run_options, add_trust_run, given_settings, settings_help
 from gspo.commands.command import Command, quiet_libraries
-from gspo.config import RanksConfig
+from gspo.config import Config, RanksConfig
 from gspo.errors import ConfigError, GspoError, RankError
-from gspo.ranks.environment import LAUNCHED, is_follower, world_size
+from gspo.ranks.environment import LAUNCHED, RANK_LOST, is_follower, world_size
+from gspo.record.run_dir import is_idle, run_path
 
 if TYPE_CHECKING:
     from gspo.trainer import Outcome
@@ -28,11 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="train on N ranks of this machine, as torchrun --nproc-per-node N does"
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help="place ranks, reward workers and vLLM servers on a Ray cluster: HOST:PORT of its head node, or auto for "
+        "the one in RAY_ADDRESS, or else one that is started on this machine",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="with --cluster: how often the run is resumed after a rank or a node was lost (default: 2)",
+    )
     add_trust_run(parser)
     add_run_options(parser)
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    if options.cluster is None and options.restarts is not None:
+        raise ConfigError("--restarts: has no effect without --cluster; leave it out")
+    if options.cluster is not None:
+        return _launch_on_cluster(options, overrides)
     if options.nproc is not None:
         from gspo.ranks.launch import check_count, launch
 
@@ -42,15 +60,77 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     if is_follower():
         # The leader reads the recipe and reports what is wrong with it, once.
         return _follow()
+    try:
+        return _lead(options, overrides)
+    except RankError as error:
+        if membership() is None:
+            raise
+        print(f"gspo: {error}", file=sys.stderr)
+        return RANK_LOST  # the launcher resumes the run
+
+
+def _lead(options: argparse.Namespace, overrides: list[str]) -> int:
+    _check_options(options)
     if options.resume:
         return _resume(options, overrides)
+    return train_recipe(options.recipe, options, overrides)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if options.resume:
+        if options.recipe or options.run_dir or options.model_path or options.seed is not None:
+            raise ConfigError(
+                "train --resume: a run continues with its own model, seed and directory; "
+                "leave out all but --steps and settings"
+            )
+        return
     if options.trust_run:
         raise ConfigError(
             "--trust-run: has no effect without --resume, because a recipe that you name is trusted; leave it out"
         )
     if not options.recipe:
         raise ConfigError("train: give a recipe (a .toml file), or --resume RUN")
-    return train_recipe(options.recipe, options, overrides)
+
+
+RESTARTS = 2
+"""The default of `--restarts`."""
+
+
+def _launch_on_cluster(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Start the ranks on a cluster. Mistakes that this process can see are reported before anything is reserved."""
+    from gspo.cluster.connect import check_address
+    from gspo.cluster.launch import Order, launch_on_cluster
+    from gspo.ranks.launch import check_count, without_options
+
+    count = 1 if options.nproc is None else options.nproc
+    restarts = RESTARTS if options.restarts is None else options.restarts
+    check_count(count)
+    if restarts < 0:
+        raise ConfigError(f"--restarts: must be at least 0, is {restarts}")
+    if world_size() > 1:
+        raise ConfigError("--cluster: a launcher has already started several processes (WORLD_SIZE); unset WORLD_SIZE")
+    check_address(options.cluster)
+    _check_options(options)
+    arguments = without_options(sys.argv[1:], ("--nproc", "--cluster", "--restarts"))
+    if options.resume:
+        settings = _settings_of(options.resume, overrides)
+        run = Path(options.resume)
+    else:
+        settings = config.load(options.recipe, given_settings(options) + overrides)
+        run = run_path(settings)
+        # Named here, because the run is resumed by its name, and a default name has the time in it.
+        arguments = [*without_options(arguments, ("--run-dir",)), "--run-dir", str(run)]
+    return launch_on_cluster(
+        Order(
+            config=settings,
+            arguments=arguments,
+            run=run,
+            cluster=options.cluster,
+            ranks=count,
+            restarts=restarts,
+            idle=is_idle,
+        )
+    )
 
 
 def train_recipe(recipe: str, options: argparse.Namespace, overrides: list[str]) -> int:
@@ -67,29 +147,26 @@ def train_recipe(recipe: str, options: argparse.Namespace, overrides: list[str])
 
 
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
-    if options.recipe or options.run_dir or options.model_path or options.seed is not None:
-        raise ConfigError(
-            "train --resume: a run continues with its own model, seed and directory; "
-            "leave out all but --steps and settings"
-        )
     quiet_libraries()
     from gspo.ranks.start import join_ranks
     from gspo.record.progress import make_display
     from gspo.trainer import resume
 
-    timeout = _timeout(options.resume, overrides) if world_size() > 1 else RanksConfig().timeout_s
+    timeout = RanksConfig().timeout_s
+    if world_size() > 1:  # the ranks need it before the leader opens the run
+        timeout = _settings_of(options.resume, [o for o in overrides if o.startswith("--ranks.")]).ranks.timeout_s
     with join_ranks(timeout) as ranks:
         display = make_display()
         given = {"steps": options.steps, "overrides": overrides, "trust_run": options.trust_run}
         return _report(resume(options.resume, display, **given, ranks=ranks))
 
 
-def _timeout(run: str, overrides: Sequence[str]) -> float:
-    """The `ranks.timeout_s` of a run that is resumed. The ranks need it before the leader opens the run."""
+def _settings_of(run: str, overrides: Sequence[str]) -> Config:
+    """The settings of a run that is resumed."""
     file = Path(run) / "config.toml"
     if not file.is_file():
         raise ConfigError(f"{run}: not a run directory (no config.toml); give the directory that 'gspo train' made")
-    return config.load(str(file), [text for text in overrides if text.startswith("--ranks.")]).ranks.timeout_s
+    return config.load(str(file), overrides)
 
 
 def _follow() -> int:
@@ -161,8 +238,9 @@ def _report_accuracy(outcome: Outcome) -> None:
 
 
 def _resume_command(outcome: Outcome) -> str:
-    nproc = os.environ.get(LAUNCHED)
-    return f"{_program()} train --resume {outcome.run}" + (f" --nproc {nproc}" if nproc else "")
+    nproc, cluster = os.environ.get(LAUNCHED), membership()
+    where = f" --cluster {cluster['given']}" if cluster else ""
+    return f"{_program()} train --resume {outcome.run}{where}" + (f" --nproc {nproc}" if nproc else "")
 
 
 def _program() -> str:

@@ -100,8 +100,9 @@ class ModelConfig:
     weights, initialized on the device: to measure speed and memory without downloading weights."""
     build_options: Annotated[Mapping[str, Any], OnlyWith("model.build")] = field(default_factory=dict)
     """Overrides for the built model's config: `{num_hidden_layers = 8, num_experts = 64}`."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the weights. Log-probs and the optimizer are always float32. `float16` rounds eight times finer than
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights. Log-probs and the optimizer are always float32. `auto` is `float16` on a GPU and
+    `float32` on a CPU; the run directory has the one that was chosen. `float16` rounds eight times finer than
     `bfloat16` but holds nothing above 65504, so its loss is scaled automatically (docs/precision.md)."""
     device: str = "auto"
     """Device of the model. `auto` uses the GPU if there is one."""
@@ -454,6 +455,11 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
+    sampling_weights: Literal["auto", "whole", "layers"] = "auto"
+    """What each of several ranks holds of the weights while engine `local` samples. `whole`: all of them, so that a
+    decoding step needs no communication. `layers`: one decoder layer at a time, which all ranks gather in every forward
+    pass; for models that do not fit on a rank, without CUDA graphs. `auto`: `layers` on a CPU without enough free
+    memory, otherwise `whole`. Has no effect in a single process."""
     timeout_s: Positive = 600.0
     """How long a rank waits for the others, in seconds, before the run ends with an error: in a collective, for the
     completions of a rank that samples longer than rank 0, and for signs of life. It must be longer than the slowest

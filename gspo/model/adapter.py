@@ -28,7 +28,7 @@ from gspo.config import LoraConfig
 from gspo.errors import ConfigError
 from gspo.model import quantization as quantized
 from gspo.model.quantization import linear_layers
-from gspo.model.sharding import sharded_like
+from gspo.model.sharding import full, sharded_like
 
 NAME = "default"
 SETTINGS = "adapter_config.json"
@@ -183,8 +183,9 @@ def merge(model: Any) -> None:
 
 @torch.no_grad()
 def merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """W + (alpha / rank) B A of an adapted layer, in float32; with experts, of each of them."""
-    a, b = layer.lora_A[NAME].weight.float(), layer.lora_B[NAME].weight.float()
+    """W + (alpha / rank) B A of an adapted layer, in float32; with experts, of each of them. W is a whole tensor, A and
+    B may be sharded, and then all ranks must call this."""
+    a, b = full(layer.lora_A[NAME].weight).float(), full(layer.lora_B[NAME].weight).float()
     if weight.dim() == 2:
         return weight.float() + layer.scaling[NAME] * (b @ a)
     # peft stores the factors of all experts in two matrices: A as [experts * rank, in], B as [out, rank * experts].

@@ -2,7 +2,8 @@
 
 In: `ModelConfig`. Out: a `Policy`. Invariant: no forward has dropout or other noise, so the learner's probabilities
 are the sampler's. Weights are aligned in memory, so that a resumed run rounds as an uninterrupted one does. No code
-from the model's repository runs unless `model.trust_remote_code` is set.
+from the model's repository runs unless `model.trust_remote_code` is set. Several ranks read a model in parts
+(`partial.py`), and all of them must call these functions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,10 +31,12 @@ from gspo.model.kernels.rms_norm import replace_norms
 from gspo.model.lm_head import lm_head
 from gspo.model.memory_alignment import align
 from gspo.model.packed_forward import supports_packing
+from gspo.model.partial import Parts
 from gspo.model.quantization import quantize
 from gspo.model.routing import Routers, check_balance, check_replay, find_routers, says_it_routes
 from gspo.model.sharding import sharded_like
 from gspo.model.source import load_errors, resolve_model_source, shape_dir
+from gspo.ranks.group import ONE, Ranks
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TINY_PARAMETERS = 5_000_000
@@ -153,12 +156,16 @@ def _check_float16(model: Any, config: ModelConfig) -> None:
         )
 
 
-def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None) -> Policy:
-    """Load or build the model on its device, without noise; with `routing`, also find its routers."""
+def load_policy(
+    config: ModelConfig, tokenizer: Any, *, seed: int, routing: RoutingConfig | None = None, ranks: Ranks = ONE
+) -> Policy:
+    """Load or build the model on its device, without noise; with `routing`, also find its routers.
+
+    The caller shards it over several `ranks`."""
     device = device_of(config.device)
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels, events and CUDA graphs use the current device
-    model = _load(config, tokenizer, device, seed).to(device)
+    model = _load(config, tokenizer, device, seed, ranks).to(device)
     _check_float16(model, config)
     _check_vocabulary(model, tokenizer, config)
     # The rounding of a one-row product on a CPU depends on the alignment of the weight: docs/log.md, "one bit per
@@ -184,7 +191,7 @@ def load_policy(config: ModelConfig, tokenizer: Any, *, seed: int, routing: Rout
 
 
 @torch.no_grad()
-def reload_weights(policy: Policy, config: ModelConfig) -> None:
+def reload_weights(policy: Policy, config: ModelConfig, ranks: Ranks = ONE) -> None:
     """Replace the policy's trained weights by those that a run has saved of the same model at `config.path`.
 
     In place: an engine, an optimizer and CUDA graphs that share the tensors stay valid. The weights are read to the
@@ -193,9 +200,10 @@ def reload_weights(policy: Policy, config: ModelConfig) -> None:
         adapter.reload_weights(policy.model, Path(config.path))
         return
     # Through transformers, because the names in the file may differ from those in memory.
-    saved = _load_plain(config).state_dict()
+    parts = Parts(ranks, torch.device("cpu"))
+    saved = _load_plain(config, parts if ranks.several else None).state_dict(keep_vars=True)
     for name, tensor in policy.model.state_dict().items():
-        tensor.copy_(sharded_like(saved[name], tensor))
+        tensor.copy_(sharded_like(parts.tensor(saved[name]), tensor))
 
 
 def _routers(model: Any, config: RoutingConfig | None) -> Routers | None:
@@ -236,24 +244,44 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _load(config: ModelConfig, tokenizer: Any, device: torch.device, seed: int) -> Any:
+def dtype_name(config: ModelConfig) -> Literal["float32", "bfloat16", "float16"]:
+    """The precision of the weights. `auto` is float16 on a GPU: half the memory of float32 and about its gain, where
+    bfloat16 rounds more coarsely than sequence-level clip ranges are wide (benchmarks/RESULTS.md). CPUs compute float16
+    slowly."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float16" if device_of(config.device).type == "cuda" else "float32"
+
+
+def _load(config: ModelConfig, tokenizer: Any, device: torch.device, seed: int, ranks: Ranks) -> Any:
     adapter_quantize = adapter.quantization_of(config.path)
     if adapter_quantize and config.lora.rank and config.quantize != adapter_quantize:
         raise ConfigError(
             f"model.quantize: the adapter in {config.path} was trained with 4-bit weights; set model.quantize = "
             f'"{adapter_quantize}", or merge it first: gspo merge'
         )
+    parts = Parts(ranks, device) if ranks.several and _readable_in_parts(config) else None
     # A model of real size is initialized where it fits. The tiny ones are the same on every device.
     with device if shape_dir(config) else nullcontext():
-        model = build_model(config, tokenizer, seed) if config.build else _load_plain(config)
+        model = build_model(config, tokenizer, seed) if config.build else _load_plain(config, parts)
     # An adapter that is merged below belongs to the quantized weights, not to the original ones.
     if config.quantize or adapter_quantize:
         _check_float16(model, config)  # 4-bit weights would hide it
         quantize(model, device)
-    return _with_adapters(model, config, seed)
+    model = _with_adapters(model, config, seed)
+    if parts is not None:
+        parts.own(model)
+    return model
 
 
-def _load_plain(config: ModelConfig) -> Any:
+def _readable_in_parts(config: ModelConfig) -> bool:
+    """Whether a rank can read a part of each weight. Quantizing, merging an adapter and initializing need all of it."""
+    merged = adapter.base_of(config.path) is not None and not config.lora.rank
+    quantized = config.quantize or adapter.quantization_of(config.path)
+    return not (config.build or merged or quantized or resolve_model_source(config)[1])
+
+
+def _load_plain(config: ModelConfig, parts: Parts | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     path, options = resolve_model_source(config)
@@ -262,9 +290,9 @@ def _load_plain(config: ModelConfig) -> Any:
 
         # The learner needs weights that it can train.
         options["quantization_config"] = GgufConfig(dequantize=True)
-    with load_errors(config):
+    with load_errors(config), parts.reading() if parts else nullcontext():
         return AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code, **options
+            path, dtype=getattr(torch, dtype_name(config)), trust_remote_code=config.trust_remote_code, **options
         )
 
 
@@ -310,7 +338,7 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
     # The run's own random state must not depend on the size of the model.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.dtype))
+        return AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype_name(config)))
 
 
 def _shape(config: ModelConfig, tokenizer: Any) -> Any:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.model.partial import has_part
+
 ALIGNMENT = 64
 """In bytes: the size of a cache line and of the widest vector register, and torch's own alignment."""
 
@@ -23,6 +25,8 @@ def align(model: Any) -> None:
     """Copy each parameter and buffer that is not aligned into fresh memory, one at a time."""
     fresh: dict[tuple[Any, ...], Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
+        if has_part(tensor):  # not a weight yet, and aligned when it is gathered
+            continue
         if tensor.data_ptr() % ALIGNMENT or tensor.storage_offset() or not tensor.is_contiguous():
             # Two names of one tensor have the same view: they get the same copy and stay tied.
             view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())

@@ -19,14 +19,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
+from gspo.model.partial import decoder_layers, parts_of
+
 
 def shard(model: Any, ranks: int) -> None:
     """Shard the parameters of a model over the ranks: each decoder layer by itself, and the rest together.
 
     Adapters must be in the model before, or ranks would not add up their gradients. 4-bit weights are frozen and not
-    sharded: every rank has all of them."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    sharded: every rank has all of them. Of a model that was read in parts, one layer at a time is whole meanwhile."""
+    layers, parts = decoder_layers(model), parts_of(model)
+    if parts is not None:
+        parts.finish(model)
     options: dict[str, Any] = {
         "mesh": init_device_mesh(model.device.type, (ranks,)),
         # Gradients of 16-bit weights are added up in float32.
@@ -36,6 +39,8 @@ def shard(model: Any, ranks: int) -> None:
     # The outputs of a model are a view of a larger tensor. Nothing here changes them in place.
     warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module.*returned a view tensor")
     for unit in (*layers, model):
+        if parts is not None:
+            parts.take(unit)
         fully_shard(unit, **options)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -66,9 +71,21 @@ def gathered(model: Any) -> Iterator[None]:
             unit.set_reshard_after_forward(unit is not model, recurse=False)
 
 
+def reshard(model: Any) -> None:
+    """Free the embeddings and the LM head, which stay gathered after a forward for the loss and the backward pass, if
+    there is none."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether each rank holds a part of the tensor."""
     return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from gspo.build import with_dtype
 from gspo.config import find_recipe, override, read_toml
 from gspo.errors import GspoError
 from gspo.objectives.objective import ObjectiveWarning
@@ -80,7 +81,7 @@ def examine(recipe: str, overrides: Sequence[str], *, quick: bool, prompts: int 
     """Run the pre-flight checks of a recipe; `show` receives each finding as it comes."""
     path = find_recipe(recipe)
     try:
-        config = override(read_toml(path), overrides, where=str(path))
+        config = with_dtype(override(read_toml(path), overrides, where=str(path)))
     except GspoError as error:
         refused = _refused("settings", error)
         show(refused)

@@ -185,7 +185,10 @@ def _plan(request: Request, config: Config, model: Any, ranks: int) -> LayoutPla
 
 def not_available(model: Any, cluster: Cluster) -> list[tuple[str, str]]:
     """What the program does not offer, and why: layouts that other systems have."""
-    found = [("CPU offload", "never tried with this optimizer, which keeps float32 masters itself")]
+    found = [
+        ("CPU offload", "never tried with this optimizer, which keeps float32 masters itself"),
+        ("engines with weights of their own (vLLM)", "not planned: neither their memory nor their speed is modeled"),
+    ]
     if shape_of(model).experts:
         found.append(
             (
@@ -195,8 +198,11 @@ def not_available(model: Any, cluster: Cluster) -> list[tuple[str, str]]:
         )
     if cluster.gpus > 1:
         found += [
-            ("tensor and pipeline parallelism", "not implemented: every rank needs room for the whole weights once"),
-            ("an engine with weights of its own (vLLM) on several ranks", "its weights cannot be sent from shards yet"),
+            ("tensor and pipeline parallelism", "not implemented"),
+            (
+                'ranks.sampling_weights = "layers"',
+                "not planned: never tried on GPUs, where it decodes without CUDA graphs. For weights that exceed a GPU",
+            ),
         ]
     return found
 
@@ -209,7 +215,7 @@ def shared_limits(plans: Sequence[LayoutPlan]) -> str:
     usable = plans[0].usable
     if size > usable:
         return (
-            f"The weights alone take {human(size)}, and every GPU must hold all of them while it loads and samples: "
+            f"The weights alone take {human(size)}, and every GPU must hold all of them while it samples: "
             f"{human(usable)} are usable."
         )
     return f"The smallest layout needs {human(min(plan.need.peak for plan in plans))} of {human(usable)}."

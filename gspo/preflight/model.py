@@ -17,12 +17,13 @@ from gspo.build import check_routes, engine_for, policy_for
 from gspo.config import ModelConfig
 from gspo.errors import GspoError
 from gspo.model import adapter
-from gspo.model.load import build_model, device_of
+from gspo.model.free_memory import free_memory
+from gspo.model.load import build_model, device_of, dtype_name
 from gspo.model.routing import check_replay, says_it_routes
 from gspo.model.source import load_errors, resolve_model_source
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
-from gspo.preflight.machine import free_memory, human
+from gspo.preflight.machine import human
 from gspo.preflight.model_size import weight_bytes
 
 
@@ -39,7 +40,7 @@ def check_files(context: PreflightContext) -> Iterator[Finding]:
     kind = "built from scratch" if config.build else config.path
     yield ok(
         f"{type(skeleton).__name__} ({kind}): {count / 1e6:,.4g}M parameters{share}, {human(size)} in "
-        f"{config.quantize or config.dtype}, on {device}.",
+        f"{config.quantize or dtype_name(config)}, on {device}.",
         parameters=count,
         trained=trained,
         bytes=size,
@@ -63,7 +64,7 @@ def skeleton_of(config: ModelConfig, tokenizer: Any) -> Any:
         shape = AutoConfig.from_pretrained(path, trust_remote_code=remote, **options)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                shape, dtype=getattr(torch, config.dtype), trust_remote_code=remote
+                shape, dtype=getattr(torch, dtype_name(config)), trust_remote_code=remote
             )
             if config.lora.rank:
                 adapter.attach(model, config.lora, base=config.path, seed=0)

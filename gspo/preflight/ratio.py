@@ -20,6 +20,7 @@ from gspo.learner.batch import batch_routing, token_sequence
 from gspo.learner.forward import RoutingReplay, completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan, make_plan
 from gspo.model.compiled_layers import compile_seconds
+from gspo.model.free_memory import free_memory
 from gspo.model.lm_head import lm_head
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.packed_forward import supports_packing
@@ -28,7 +29,6 @@ from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.sequences import Sequences
 from gspo.preflight.context import PATIENCE_S, PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
-from gspo.preflight.machine import free_memory
 from gspo.preflight.memory import LOGIT_BYTES, activation_bytes, logits_held
 from gspo.preflight.model_size import shape_of
 from gspo.record.alarms import NOISY, run_rounding_remedy

@@ -15,12 +15,13 @@ from typing import Any
 from gspo.clock import Clock
 from gspo.data.order import SamplingOrder
 from gspo.evaluation import interval
+from gspo.model.free_memory import free_memory
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import keeps_group
 from gspo.preflight.context import PATIENCE_S, PreflightContext, Timings
 from gspo.preflight.data import excerpt
 from gspo.preflight.findings import Finding, fail, note, ok, warning
-from gspo.preflight.machine import digits, free_memory, human
+from gspo.preflight.machine import digits, human
 from gspo.preflight.memory import estimate
 from gspo.preflight.step_time import batches_per_step
 from gspo.rollout.gather import sample_groups, with_unique_ids

@@ -15,6 +15,10 @@ from gspo.errors import ConfigError
 NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHED = "GSPO_NPROC"
 """The number of ranks, in the environment of those that `gspo train --nproc` has started."""
+CLUSTER = "GSPO_CLUSTER"
+"""What `gspo train --cluster` tells its ranks about the cluster, as JSON (`cluster/connect.py`)."""
+RANK_LOST = 74
+"""Exit code of a leader on a cluster that ended because another rank is gone. The launcher then resumes the run."""
 LEADER_SILENT = 75
 """Exit code of a follower whose leader is frozen. The launcher then ends the leader."""
 
@@ -30,6 +34,12 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
     """How many processes the launcher of this one has started."""
     world = environment.get("WORLD_SIZE", "1")
     return int(world) if world.isdecimal() else 1
+
+
+def local_ranks(count: int, environment: Mapping[str, str] = os.environ) -> int:
+    """How many of the `count` ranks are on this machine; all of them if the launcher does not say."""
+    own = environment.get("LOCAL_WORLD_SIZE", "")
+    return int(own) if own.isdecimal() and own != "0" else count
 
 
 def is_follower(environment: Mapping[str, str] = os.environ) -> bool:

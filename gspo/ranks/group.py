@@ -46,6 +46,9 @@ class Ranks:
     context: ContextGroup | None = None
     """The ranks that compute the same micro-batches as this one (`learner.context_parallel`); None if it computes its
     micro-batches alone."""
+    by_layer: bool = False
+    """Whether ranks gather the weights layer by layer while they sample, instead of all of them at once
+    (`ranks.sampling_weights`)."""
     clock: Clock = field(default_factory=Clock)
     """Seconds of this rank's own work, by what it was for (`ranks/usage.py`)."""
     _state: _State = field(default_factory=lambda: _State())
@@ -160,6 +163,17 @@ class Ranks:
     def max(self, own: Tensor) -> Tensor:
         """The maximum over all ranks."""
         return self._reduced(own, "MAX")
+
+    def gather(self, own: Tensor) -> Tensor:
+        """The tensors of all ranks, which are equally long, one after the other."""
+        if not self.several:
+            return own
+        import torch.distributed as dist
+
+        everything = own.new_empty(self.count * len(own))
+        with self.peers_answer():
+            dist.all_gather_into_tensor(everything, own)
+        return everything
 
     def _from(self, source: int) -> bytes:
         import torch.distributed as dist

@@ -40,7 +40,7 @@ def check_count(count: int) -> None:
 
 def launch(count: int, arguments: Sequence[str] | None = None) -> int:
     """Run `gspo` with these arguments on `count` ranks. By default, they are those of this process."""
-    given = _without_nproc(sys.argv[1:] if arguments is None else arguments)
+    given = without_options(sys.argv[1:] if arguments is None else arguments, ("--nproc",))
     environment = {
         **os.environ,
         "WORLD_SIZE": str(count),
@@ -118,12 +118,13 @@ def _end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def _without_nproc(arguments: Sequence[str]) -> list[str]:
-    """The arguments of each rank."""
+def without_options(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The arguments of each rank: without the launcher's own options, each of which has a value."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
-        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
+        own = argument in names
+        if not skip and not own and not argument.startswith(tuple(f"{name}=" for name in names)):
             kept.append(argument)
-        skip = argument == "--nproc"
+        skip = own and not skip
     return kept

@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from gspo.ranks.environment import CLUSTER
+
 
 class FollowerOutput:
     """Keeps what this process prints, until there is a log to append it to."""
@@ -28,6 +30,8 @@ class FollowerOutput:
             file.parent.mkdir(exist_ok=True)
             log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         except OSError:  # a follower on another machine may not see the run directory
+            if CLUSTER in os.environ:
+                self.show()  # the launcher collects it, and writes the log
             return
         _redirect(log)
         os.write(log, self._read_early())

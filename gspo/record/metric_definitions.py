@@ -257,7 +257,8 @@ PANELS = (
         title="Sampling time by rank",
         what=(
             "Seconds that each rank spends on its own share of the completions. All ranks wait for the slowest one. A "
-            "rank that is always above the others is a straggler: something else uses its machine or GPU."
+            "rank that is always above the others is a straggler: something else uses its machine or GPU. 0 if vLLM "
+            "samples, and the same for all ranks if they gather the weights layer by layer."
         ),
     ),
     Panel(
@@ -265,7 +266,8 @@ PANELS = (
         title="Memory by rank",
         what=(
             "Peak memory of each rank in GB since it started: allocated memory on a GPU, the resident set on a CPU. "
-            "Weights, gradients and optimizer states are sharded; while sampling, every rank holds all weights."
+            "Weights, gradients and optimizer states are sharded; while engine `local` samples, every rank holds all "
+            "weights (`ranks.sampling_weights`)."
         ),
     ),
 )
@@ -1290,7 +1292,7 @@ TIMINGS = (
     ),
     Metric(
         "rank/NAME/rollout_s",
-        "Sampling time of one rank, whose number is NAME, for its own share of the completions.",
+        "Sampling time of one rank, whose number is NAME, for its own share of the completions; 0 if vLLM samples.",
         present="several ranks",
         unit="seconds",
         reduction=Reduction.GATHER,

@@ -81,6 +81,11 @@ _ABANDONED = re.compile(r"(\.tmp-)?[0-9]{3,18}")
 """Directory names in `abandoned/`, also of an unfinished move."""
 
 
+def run_path(config: Config) -> Path:
+    """Where a new run is written."""
+    return Path(config.run_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
+
+
 class RunDir:
     """Owns a run directory while a trainer works in it."""
 
@@ -97,7 +102,7 @@ class RunDir:
     @classmethod
     def create(cls, config: Config) -> RunDir:
         """Create a directory. One that already holds a run is rejected, so nothing is overwritten."""
-        path = Path(config.run_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
+        path = run_path(config)
         if (path / "config.toml").exists():
             raise ConfigError(
                 f"{path}: already holds a run; continue it with 'gspo train --resume {path}', "
@@ -501,6 +506,15 @@ def lock(path: Path, *, busy: str, option: str) -> DirectoryLock:
             raise ConfigError(f"{path}: cannot write there: {error.strerror}; choose another {option}") from None
         undo.pop_all()
         return DirectoryLock(path, folder, file, by_folder=by_folder)
+
+
+def is_idle(path: Path) -> bool:
+    """Whether no trainer works in a run directory."""
+    try:
+        lock(path, busy="in use", option="--run-dir").close()
+    except RunLockedError:
+        return False
+    return True
 
 
 def _locks_folders(folder: int) -> bool:

@@ -47,6 +47,8 @@ LONGEST = 30
 """Multiple of `timeout_s` after which a batch ends even if completions make built-in rewards hang."""
 SLOW = 4.0
 """A single completion is likely to hang when it takes this many times as long as the slowest answered one."""
+MOST_MOVES = 3
+"""How often a call is repeated whose machine was lost."""
 QUICK_S = 0.1
 """Calls shorter than this are never suspected of hanging."""
 
@@ -157,6 +159,8 @@ class Batch:
         """Group calls that may still be answered."""
         self._split: set[tuple[int, int]] = set()
         self._suspects: set[int] = set()
+        self._moves: dict[tuple[int, int, int], int] = defaultdict(int)
+        """How often the machine of a call was lost, by its first completion."""
         self._began: float | None = None
         self._answered_s = 0.0
         self._spare_times: list[float] = []
@@ -307,6 +311,15 @@ class Batch:
                 return [], ""
             self._whole.discard(job.call)
             return [replace(job, again=True, last=True)], ""
+
+    def moved(self, job: Job) -> list[Job] | None:
+        """The calls to make instead of one whose machine was lost; None if that has happened too often."""
+        with self._lock:
+            self._moves[job.key(job.samples[0])] += 1
+            if self._moves[job.key(job.samples[0])] > MOST_MOVES:
+                return None
+            # If its completions have been scored alone meanwhile, those results count now.
+            return self.failed(job) if job.call in self._split and not job.again else [replace(job)]
 
     # ---- functions that keep failing
 

@@ -30,6 +30,7 @@ import gspo
 from gspo.errors import ConfigError, RewardError
 from gspo.reward.function import RewardWarning, RunFacts, Source, one_line
 from gspo.reward.process_usage import memory_bytes, processor_seconds
+from gspo.reward.second_try import SecondTry
 from gspo.reward.service_usage import COUNTS
 from gspo.reward.traits import Service
 
@@ -61,6 +62,10 @@ class WorkerDied(Exception):
 
 class WorkerOverMemory(WorkerDied):
     """The process exceeded its memory limit."""
+
+
+class WorkerLost(Exception):
+    """The machine of the process is gone, so nobody knows what the call did."""
 
 
 class ScoringCancelled(Exception):
@@ -101,6 +106,8 @@ class WorkerProcess:
         """Each function's own time limit per completion, or 0. Known once the functions are loaded."""
         self.services: list[Service | None] = []
         """The model or endpoint that each function asks. Known once the functions are loaded."""
+        self.warnings: list[str] = []
+        """What the functions have warned of while they were loaded."""
         self.usage: dict[str, float] = {}
         """What the service did in the last call."""
 
@@ -141,7 +148,8 @@ class WorkerProcess:
         if "error" in answer:
             self.kill()
             raise (ConfigError if answer["error"] == "config" else RewardError)(answer["message"])
-        for text in answer["warnings"]:
+        self.warnings = answer["warnings"]
+        for text in self.warnings:
             warnings.warn(text, RewardWarning, stacklevel=2)
         self.needs, self.about, self.bounded_s = answer["needs"], answer["about"], answer["bounded_s"]
         self.services = [Service(**fields) if fields else None for fields in answer["services"]]
@@ -171,18 +179,19 @@ class WorkerProcess:
         request: Mapping[str, Any],
         timeout_s: float,
         unwanted: Callable[[], bool] = lambda: False,
-        more_s: Callable[[float], float] = lambda used_s: 0.0,
+        second: SecondTry | None = None,
     ) -> list[dict[str, Any]]:
         """Send one request and return the answer to each of its calls.
 
-        When the deadline passes, `more_s` maps the CPU time used so far to the extra time the call gets. After
-        `WorkerDied` or `ScoringCancelled` the process is gone, but `printed` still works. After `WorkerHung` the caller
-        has to kill the process, which takes a while if it is not scheduled.
+        When the deadline passes, a `second` try may give the call more time. After `WorkerDied` or `ScoringCancelled`
+        the process is gone, but `printed` still works. After `WorkerHung` the caller has to kill the process, which
+        takes a while if it is not scheduled.
         """
         self._tail = b""
         before_s = self._processor_s()
         try:
-            answer = self._exchange(request, timeout_s, unwanted, lambda: more_s(self._processor_s() - before_s))
+            more_s = (lambda: second.more_s(self._processor_s() - before_s)) if second else (lambda: 0.0)
+            answer = self._exchange(request, timeout_s, unwanted, more_s)
             answers, calls = answer.get("answers"), request["calls"]
             if not isinstance(answers, list) or len(answers) != len(calls):
                 raise WorkerDied("its answer did not hold one result per call")
@@ -196,6 +205,10 @@ class WorkerProcess:
         except (WorkerDied, ScoringCancelled):
             self.kill()
             raise
+
+    def second_try(self, timeout_s: float) -> SecondTry:
+        """For a call that may have been slow because of this machine."""
+        return SecondTry(timeout_s)
 
     def _processor_s(self) -> float:
         return processor_seconds(self._process.pid) if self._process else 0.0

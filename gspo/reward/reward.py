@@ -28,7 +28,8 @@ from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
 from gspo.reward.function import RunFacts, Source, lacking, one_line
 from gspo.reward.jobs import ANSWER_S, Batch, Groups, Job, Part
-from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerOverMemory, WorkerProcess
+from gspo.reward.places import PlacedWorker, RewardPlaces
+from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerLost, WorkerOverMemory, WorkerProcess
 from gspo.reward.process_usage import memory_bytes
 from gspo.reward.second_try import SecondTry
 from gspo.reward.source_rewards import ScoringRule, SourceRewards, locate
@@ -48,6 +49,9 @@ MOST_FAULTS = 20
 # How often a waiting batch looks for calls that hang.
 _TICK_S = 0.05
 _PLACE = re.compile(r"\(([^()]+:[0-9]+)\)$")
+
+
+Worker = WorkerProcess | PlacedWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +86,10 @@ class RewardPool:
         *,
         sources: Mapping[str, SourceRewards] | None = None,
         cache_dir: str = "",
+        cluster: Mapping[str, Any] | None = None,
     ) -> None:
         """`sources` has the functions of each data source, if there are several; otherwise those of `config` score
-        every problem."""
+        every problem. `cluster` says where the workers run (`cluster/connect.py`), if not on this machine."""
         self._config = config
         self._facts = RunFacts(timeout_s=config.timeout_s, cache_dir=cache_dir)
         only = SourceRewards(functions=config.functions, weights=config.weights, task=task)
@@ -100,12 +105,15 @@ class RewardPool:
         self._closing = False
         self._faults: dict[str, Fault] = {}
         self._new_faults: list[Fault] = []
+        self._places = (
+            RewardPlaces(cluster, self._sources, facts=self._facts, memory_mb=config.memory_mb) if cluster else None
+        )
         self._workers = [self._worker() for _ in range(config.workers)]
         self._services: dict[int, Service] = {}
         """By function. Each has a worker and a thread of its own, in which its model is loaded."""
         self._hosts: list[WorkerProcess] = []
         self._usage: dict[str, dict[str, float]] = {}
-        self._spares: dict[WorkerProcess, Batch] = {}
+        self._spares: dict[Worker, Batch] = {}
         self._threads = [
             threading.Thread(target=self._serve, args=(worker, number > 0), name=f"reward-{number}", daemon=True)
             for number, worker in enumerate(self._workers)
@@ -198,6 +206,8 @@ class RewardPool:
                 thread.join(timeout=30)
         with self._changed:
             self._changed.wait_for(lambda: not self._spares, timeout=30)
+        if self._places:
+            self._places.close()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -207,7 +217,9 @@ class RewardPool:
 
     # --------------------------------------------------------------------------------------- the caller's thread
 
-    def _worker(self) -> WorkerProcess:
+    def _worker(self) -> Worker:
+        if self._places:
+            return self._places.worker(lambda: self._closing)
         return WorkerProcess(self._sources, lambda: self._closing, facts=self._facts, memory_mb=self._config.memory_mb)
 
     def _start_services(self) -> None:
@@ -290,7 +302,7 @@ class RewardPool:
 
     # --------------------------------------------------------------------------------------- a worker's thread
 
-    def _serve(self, worker: WorkerProcess, warm: bool, service: int | None = None) -> None:
+    def _serve(self, worker: Worker, warm: bool, service: int | None = None) -> None:
         """Process jobs until the pool closes. The worker process never outlives this thread."""
         try:
             if warm:
@@ -301,7 +313,7 @@ class RewardPool:
         finally:
             worker.kill()
 
-    def _lend(self, batch: Batch, worker: WorkerProcess) -> None:
+    def _lend(self, batch: Batch, worker: Worker) -> None:
         """Run a spare worker: process this batch's jobs while there are any."""
         try:
             batch.note_spare(ready=False)
@@ -348,14 +360,14 @@ class RewardPool:
                 self._jobs.remove(job)
             return None if self._closing else job
 
-    def _warm(self, worker: WorkerProcess) -> None:
+    def _warm(self, worker: Worker) -> None:
         """Load the functions while the worker is idle. An error recurs, and is reported, with the next job."""
         try:
             worker.prepare()
         except (GspoError, OSError, ScoringCancelled):
             worker.kill()
 
-    def _do(self, worker: WorkerProcess, jobs: Sequence[Job]) -> bool:
+    def _do(self, worker: Worker, jobs: Sequence[Job]) -> bool:
         """Process jobs of one batch. False if that failed, in which case the batch has been given up."""
         batch = jobs[0].batch
         try:
@@ -363,7 +375,7 @@ class RewardPool:
                 worker.prepare()
                 ready = [job for job in jobs if self._is_ready(job)]
                 if ready and ready[0].last:
-                    with self._alone, SecondTry(batch.timeout_s(ready[0].function, 1)) as second:
+                    with self._alone, worker.second_try(batch.timeout_s(ready[0].function, 1)) as second:
                         self._attempt(worker, ready, second)
                 elif ready:
                     self._attempt(worker, ready, None)
@@ -391,18 +403,17 @@ class RewardPool:
             return True
         return False
 
-    def _attempt(self, worker: WorkerProcess, jobs: Sequence[Job], second: SecondTry | None) -> None:
+    def _attempt(self, worker: Worker, jobs: Sequence[Job], second: SecondTry | None) -> None:
         """Make calls of one function as one request. Only a service is ever sent more than one call at a time."""
         first = jobs[0]
         batch = first.batch
         request = {"function": first.function, "calls": [_request(job) for job in jobs]}
         timeout_s = batch.timeout_s(first.function, sum(len(job.samples) for job in jobs))
         hung = False
-        more_s = second.more_s if second else lambda used_s: 0.0
         for job in jobs:
             batch.begin(job)
         try:
-            answers = worker.call(request, timeout_s, lambda: all(map(batch.unwanted, jobs)), more_s)
+            answers = worker.call(request, timeout_s, lambda: all(map(batch.unwanted, jobs)), second)
         except ScoringCancelled:
             hung = True
             worker.start()  # a new process, so the pool is complete when the batch is done
@@ -428,6 +439,10 @@ class RewardPool:
             reason = f"{kind}: {self._name(first)}: {one_line(error)}"
             for job in jobs:
                 self._lost(job, reason, printed, kind, [], guilty=job.again)
+        except WorkerLost as error:
+            for job in jobs:
+                self._moved(job, f"machine: {self._name(first)}: {one_line(error)}")
+            self._warm(worker)  # on another node; counts as part of this call
         else:
             self._count(first, worker.usage)
             for job, answer in zip(jobs, answers, strict=True):
@@ -444,7 +459,7 @@ class RewardPool:
             for name, count in usage.items():
                 sums[name] = sums.get(name, 0.0) + count
 
-    def _take_answer(self, job: Job, answer: Mapping[str, Any], worker: WorkerProcess) -> None:
+    def _take_answer(self, job: Job, answer: Mapping[str, Any], worker: Worker) -> None:
         if job.probe:
             job.batch.probed(job, scored=any(r.get("value") is not None for r in answer.get("results", ())))
         elif "results" in answer:
@@ -469,6 +484,16 @@ class RewardPool:
             self._fail(job, Part(failure=reason, cause=cause), printed)
         else:
             self._add(job.batch.failed(job))
+
+    def _moved(self, job: Job, reason: str) -> None:
+        """Handle a call whose machine was lost: repeat it. Nobody is to blame."""
+        again = job.batch.moved(job)
+        if again is not None:
+            self._add(again, first=True)
+        elif job.probe:
+            job.batch.probed(job, scored=False)
+        else:
+            self._fail(job, Part(failure=reason))
 
     def _fail(self, job: Job, part: Part, printed: str = "") -> None:
         self._remember(job, job.samples[0], part, printed)

@@ -2,22 +2,23 @@
 
 In: the calls of the training loop, on the leader. Out: the completions of all prompts. Invariant: a completion depends
 on the weights, its prompt and its own random stream, so it is the one that a single rank would sample, up to rounding.
-A sharded model is gathered first: while it samples, every rank holds all weights. A rank that fails to sample is an
-`EngineError` on the leader, and all ranks stay in step.
+A sharded model is gathered first, so that every rank holds all weights while it samples, or layer by layer in each
+forward (`lockstep.py`). A rank that fails to sample is an `EngineError` on the leader, and all ranks stay in step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from gspo.errors import EngineError
+from gspo.errors import EngineError, RankError
 from gspo.model.sharding import gathered
 from gspo.ranks.codec import decode, encode
 from gspo.ranks.group import Ranks
 from gspo.rollout.engine import DecodeStats, Engine
+from gspo.rollout.lockstep import Lockstep
 from gspo.signals import Interrupted, shielded
 from gspo.types import Completion, Prompt, Sampling
 
@@ -44,7 +45,9 @@ class DataParallelEngine:
 
     @property
     def about(self) -> str:
-        return " ".join(filter(None, [self._own.about, f"{self._ranks.count} ranks sample completions."]))
+        how = "gather the weights layer by layer in each forward pass" if self._ranks.by_layer else "hold all weights"
+        ranks = f"{self._ranks.count} ranks sample completions, and {how} meanwhile."
+        return " ".join(filter(None, [self._own.about, ranks]))
 
     @property
     def decoded(self) -> DecodeStats | None:
@@ -77,8 +80,9 @@ class DataParallelEngine:
             try:
                 with shielded():  # a stop request in between would leave the followers waiting
                     self._ranks.call("generate", prompts=list(prompts), **options)
-                    stack.enter_context(gathered(self._model))
-                with self._ranks.clock.measure(_purpose(stream)):
+                    if not self._ranks.by_layer:
+                        stack.enter_context(gathered(self._model))
+                with _sampling(self._model, self._ranks), self._ranks.clock.measure(_purpose(stream)):
                     own = self._own.generate(prompts[:: self._ranks.count], **options)
                 replies: list[Reply] = [decode(Reply, data) for data in self._ranks.replies()]
             except BaseException:
@@ -107,18 +111,33 @@ def sample_share(
 ) -> None:
     """What a follower does while the leader is in `generate`."""
     before = engine.decoded or DecodeStats()
-    with gathered(model):
+    # In lockstep, a stop request comes with the forwards.
+    stoppable = nullcontext() if ranks.by_layer else ranks.watch.cancellable(call)
+    with nullcontext() if ranks.by_layer else gathered(model):
         try:
-            with ranks.watch.cancellable(call), ranks.clock.measure(_purpose(options["stream"])):
+            with stoppable, _sampling(model, ranks), ranks.clock.measure(_purpose(options["stream"])):
                 completions = engine.generate(prompts[ranks.rank :: ranks.count], **options)
             spent = (engine.decoded or DecodeStats()) - before
             reply = Reply(completions=tuple(map(tuple, completions)), steps=spent.steps, rows=spent.rows)
         except Interrupted:
             reply = Reply(error="sampling was canceled")
+        except RankError:
+            raise
         except Exception as error:
-            # Sampling needs no collective, so the ranks are still in step, and the leader decides what follows.
+            # The ranks are still in step, and the leader decides what follows.
             reply = Reply(error=f"{type(error).__name__}: {error}")
     ranks.reply(encode(reply))
+
+
+@contextmanager
+def _sampling(model: Any, ranks: Ranks) -> Iterator[None]:
+    """The context in which a rank samples its share."""
+    if not ranks.by_layer:
+        yield
+        return
+    # The forwards of the ranks belong together, so the leader checks between two of them whether it must stop.
+    with shielded(), Lockstep(model, ranks):
+        yield
 
 
 def _purpose(stream: str) -> str:

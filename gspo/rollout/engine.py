@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from gspo.errors import ConfigError, DataError, EngineError, is_panic
 from gspo.model.routing import Routers
+from gspo.ranks.group import ONE, Ranks
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 
@@ -50,6 +51,9 @@ class EngineTraits:
     """Whether it samples in this process with the learner's own weights, so that only rounding separates the two."""
     data_parallel: bool = False
     """Whether each of several ranks can have one, for some of the prompts."""
+    on_leader: bool = False
+    """Whether the leader of several ranks can have one that samples all completions. The other ranks take part when it
+    needs the weights."""
     accepts_quantized: bool = False
     """Whether it can sample from 4-bit weights."""
     memory_options: tuple[str, ...] = ()
@@ -115,6 +119,13 @@ class EngineContext:
     """Token ids that end a completion."""
     routers: Routers | None = None
     """The model's routers; None for a dense model, or if routing is not recorded."""
+    ranks: Ranks = ONE
+    """The processes that share the model."""
+
+    @property
+    def whole_weights(self) -> bool:
+        """Whether the weights are whole between two forwards of an engine, so that it may read or copy them."""
+        return not self.ranks.by_layer
 
     def texts(self, ids_B: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
         """Completions as text; with `special`, all of their tokens, as they are. A damaged tokenizer may load and

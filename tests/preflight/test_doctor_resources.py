@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gspo.config import Config
 from gspo.learner.forward import completion_logprobs
 from gspo.learner.plan import make_plan
+from gspo.model import free_memory
 from gspo.model.lm_head import lm_head
 from gspo.model.load import char_tokenizer
 from gspo.model.micro_batch import TokenSequence
@@ -198,8 +199,8 @@ def test_sampling_and_training_that_would_run_out_of_memory_are_refused(
 def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: Any) -> None:
     for name, number in {"memory.max": 10**9, "memory.current": 4 * 10**8}.items():
         (tmp_path / name).write_text(f"{number}\n")
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    free, total = machine.free_memory(torch.device("cpu"))
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    free, total = free_memory.free_memory(torch.device("cpu"))
     assert (free, total) == (6 * 10**8, 10**9)
 
 
@@ -374,9 +375,9 @@ def test_page_cache_of_a_container_counts_as_free(
     (tmp_path / used).write_text(f"{most - 4096}\n")
     (tmp_path / used).with_name("memory.stat").write_text(stat.format(cache=cache))
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 40} kB\n")
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    monkeypatch.setattr(machine, "PROC", tmp_path)
-    assert machine.free_memory(torch.device("cpu")) == (4096 + cache + 100, most)
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(free_memory, "PROC", tmp_path)
+    assert free_memory.free_memory(torch.device("cpu")) == (4096 + cache + 100, most)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import SETTINGS, finished, train
+from pools import group
 from tiny_runs import tiny_config
+
+__all__ = ["golden", "group"]
 
 
 @pytest.fixture(scope="session")

@@ -13,16 +13,19 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gspo.model.load
 from gspo.cli import main
 from gspo.config import Config, to_toml
 from gspo.ranks.environment import free_port
+from gspo.ranks.group import Ranks
 from gspo.record.run_dir import read_metrics
 
 Hook = Callable[[int], None]
@@ -107,6 +110,32 @@ class ForkedRanks:
     def output(self, rank: int = 0) -> str:
         file = self.folder / f"{rank}.out"
         return file.read_text() if file.exists() else ""
+
+
+def in_forks(count: int, work: Callable[[Ranks], None], folder: Path) -> None:
+    """Do some work on the ranks of a process group, each of which is a fork of this process; it must succeed."""
+    pids = []
+    for rank in range(count):
+        child = os.fork()
+        if child:
+            pids.append(child)
+            continue
+        code = 1
+        try:
+            _use_one_thread()
+            if count > 1:
+                limit = timedelta(seconds=LIMIT_S)
+                dist.init_process_group(
+                    "gloo", timeout=limit, init_method=f"file://{folder}/store", rank=rank, world_size=count
+                )
+            work(Ranks(rank=rank, count=count))
+            code = 0
+        except BaseException:
+            (folder / f"{rank}.out").write_text(traceback.format_exc())
+        finally:
+            os._exit(code)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0] * count, [file.read_text()[-3000:] for file in folder.glob("*.out")]
 
 
 def _use_one_thread() -> None:

@@ -74,6 +74,7 @@ CASES = {
     "checkpointing": Case("gspo", {"model.gradient_checkpointing": "true"}),
     "minimum": Case("gspo", {"rollout.min_tokens": "3"}),
     "lora": Case("gspo", LORA),
+    "qlora": Case("gspo", LORA | {"model.quantize": "nf4"}),
     "lora kl": Case("grpo", LORA | {"objective.kl": "0.1"}),
     "moe": Case("gspo", MOE),
     "moe one update": Case("gspo", MOE | {"learner.mini_batches": "1"}),
@@ -209,12 +210,14 @@ def run(case: Case, ranks: Ranks, folder: Path) -> dict[str, Any]:
         config = replace(config, model=replace(config.model, path=str(folder / config.model.path)))
     if config.model.build in SHAPES:
         config = replace(config, model=replace(config.model, build=str(folder / config.model.build)))
-    policy = policy_for(config, tokenizer_for(config))
+    policy = policy_for(config, tokenizer_for(config), ranks=ranks)
     objective = run_objective(config)
     reference = None
     if objective.kl:
         other = replace(config, seed=5)
-        reference = policy.model if config.model.lora.rank else policy_for(other, tokenizer_for(config)).model
+        reference = (
+            policy.model if config.model.lora.rank else policy_for(other, tokenizer_for(config), ranks=ranks).model
+        )
     if config.model.lora.rank:
         # Fresh adapters have a factor of 0, which would hide the gradient of the other one.
         for p in policy.model.parameters():

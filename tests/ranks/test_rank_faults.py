@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ends import same_end
 from forked_ranks import (
     SETTINGS,
@@ -260,6 +261,21 @@ def test_a_follower_that_fails_to_learn_ends_the_run_with_its_error(tmp_path: Pa
     assert "Traceback" in (run / "ranks/1.log").read_text()
     assert not ranks.output(1)
     assert json.loads((run / "checkpoints/000001/trainer.json").read_text())["step"] == 1
+
+
+@pytest.mark.slow
+def test_a_follower_that_runs_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
+    """The leader cannot halve the micro-batch of another rank: it waits in a collective."""
+    config = tiny_config(tmp_path, *SETTINGS)
+    ranks = train(config, hook=lambda rank: before_update(3, run_out_of_memory) if rank else None)
+    assert ranks.wait(limit_s=DEADLINE_S) == [1, 1]
+    expected = "gspo: rank 1 failed: MemoryLimitError: out of luck; lower learner.micro_batch_tokens"
+    assert expected in ranks.output()
+    assert f"gspo train --resume {config.run_dir}" in ranks.output()
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("out of luck")
 
 
 def wait_for_steps(ranks: ForkedRanks, run: Path, count: int) -> None:

@@ -1,4 +1,4 @@
-"""A run on two ranks and a run in one process: the metrics of a step, and what is recorded about each rank."""
+"""Runs on two and four ranks and a run in one process: the metrics of a step, and what is recorded about each rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     (folder / "recipe.toml").write_text(RECIPE.replace("FOLDER", str(folder)), encoding="utf-8")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     found = {}
-    for count in (1, 2):
+    for count in (1, 2, 4):
         found[count] = folder / str(count)
         arguments = ["train", folder / "recipe.toml", "--nproc", str(count), "--run-dir", found[count]]
         done = subprocess.run(
@@ -72,8 +72,9 @@ def rows(run: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines()]
 
 
-def test_the_metrics_of_the_first_step_are_those_of_one_process(runs: dict[int, Path]) -> None:
-    one, two = (rows(runs[count], "metrics.jsonl")[1] for count in (1, 2))
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_metrics_of_the_first_step_are_those_of_one_process(runs: dict[int, Path], count: int) -> None:
+    one, two = (rows(runs[number], "metrics.jsonl")[1] for number in (1, count))
     assert one["step"] == 1
     assert one["samples/trained"] > 0
     assert one["grad/norm"] > 0
@@ -98,18 +99,19 @@ OF_THE_LAYOUT = {
 """Metrics of how the work is divided, which the number of ranks changes."""
 
 
-def test_each_rank_has_its_time_and_memory(runs: dict[int, Path]) -> None:
-    for row in rows(runs[2], "timings.jsonl"):
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_rank_has_its_time_and_memory(runs: dict[int, Path], count: int) -> None:
+    for row in rows(runs[count], "timings.jsonl"):
         for name in ("rollout", "learn"):
-            each = [row[f"rank/{rank}/{name}_s"] for rank in range(2)]
+            each = [row[f"rank/{rank}/{name}_s"] for rank in range(count)]
             assert min(each) > 0
             assert row[f"ranks/{name}_max_s"] == max(each) <= row[f"time/{name}_s"]
-            assert row[f"ranks/{name}_mean_s"] == pytest.approx(sum(each) / 2)
-        memory = [row[f"rank/{rank}/memory_gb"] for rank in range(2)]
+            assert row[f"ranks/{name}_mean_s"] == pytest.approx(sum(each) / count)
+        memory = [row[f"rank/{rank}/memory_gb"] for rank in range(count)]
         assert min(memory) > 0.05
         assert row["memory/peak_gb"] == max(memory) < 50
-        assert row["memory/mean_gb"] == pytest.approx(sum(memory) / 2)
-        assert "rank/2/memory_gb" not in row
+        assert row["memory/mean_gb"] == pytest.approx(sum(memory) / count)
+        assert f"rank/{count}/memory_gb" not in row
 
 
 def test_one_process_has_no_metrics_of_ranks(runs: dict[int, Path]) -> None:

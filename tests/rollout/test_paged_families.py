@@ -113,6 +113,7 @@ def test_experts_match_those_of_plain_decoding() -> None:
     assert all(routes is not None and routes.layers == 2 for routes in result.routes)
 
 
+@pytest.mark.skipif(CUDA, reason="a GPU has a kernel for these experts")
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "deepseek-v3", "glm4-moe"])
 def test_experts_in_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The products of all experts together, as on a GPU in bfloat16."""
@@ -283,6 +284,11 @@ def test_longrope_is_limited_to_the_original_length() -> None:
 # --- CUDA graphs ---
 
 
+NOT_CAPTURED = {("gemma3n", torch.bfloat16), ("gemma3n", torch.float16), ("gpt-oss", torch.float16)}
+"""Their own code copies from or to the host in each step: a constant in Gemma 3n, and in GPT-OSS the offsets of grouped
+products, for which PyTorch has no kernel in float16."""
+
+
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", PAGED)
@@ -291,10 +297,12 @@ def test_decoding_uses_cuda_graphs(name: str, dtype: torch.dtype, monkeypatch: p
     captured: list[int] = []
     capture = CudaGraphs._capture
     monkeypatch.setattr(CudaGraphs, "_capture", lambda self, rows: (captured.append(rows), capture(self, rows))[1])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*without CUDA graphs.*")
-        assert obstacle_to_paging(model) is None
+    assert obstacle_to_paging(model) is None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         result = decode_paged(model, LENGTHS, 8, SAMPLING, slots=24, prefill_tokens=4000)
+    messages = [str(w.message) for w in caught if "without CUDA graphs" in str(w.message)]
+    assert bool(messages) == ((name, dtype) in NOT_CAPTURED), messages
     assert captured[0] == 24
     # The mean, because a near-tie in a router may send a single token to another expert. Rounding to bfloat16 alone
     # gives up to 0.03.

@@ -19,7 +19,9 @@ from gspo.errors import WeightSyncError
 from gspo.model import adapter
 from gspo.rollout.engine import build_engine
 from gspo.rollout.vllm.in_process import InProcessHost
+from gspo.rollout.vllm.policy import LearnerPolicy
 from gspo.rollout.vllm.transfer_folder import SHARED
+from gspo.rollout.vllm.weights import Part
 
 pytestmark = pytest.mark.vllm
 NEAR = 1e-4
@@ -84,9 +86,9 @@ class TransferLog:
         llm = engine.host.llm.llm_engine
         add = llm.add_lora
 
-        def watched_send(pairs: Any, label: str) -> None:
-            self.weights.append(len(pairs))
-            send(pairs, label)
+        def watched_send(policy: LearnerPolicy, part: Part, label: str) -> None:
+            self.weights.append(len(policy.shapes(part)))
+            send(policy, part, label)
 
         def watched_add(request: Any) -> Any:
             self.folders.append(Path(request.lora_path))

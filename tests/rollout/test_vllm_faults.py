@@ -26,6 +26,7 @@ from gspo.rollout.engines.vllm import VllmEngine
 from gspo.rollout.vllm import guard, server_host
 from gspo.rollout.vllm.host import Request
 from gspo.rollout.vllm.http import Client, Fault
+from gspo.rollout.vllm.policy import LearnerPolicy
 from gspo.rollout.vllm.server_host import TRIES, Limits, Server, ServerHost
 from gspo.rollout.vllm.weights import digest, fingerprint, named_weights
 from gspo.types import Sampling
@@ -57,7 +58,7 @@ def hosted() -> Iterator[Callable[..., ServerHost]]:
             servers, in_flight=in_flight, limits=limits, transfer="file", warn=lambda text: None, experts=False
         )
         hosts.append(made)
-        made.sync(model(), "0.0", lambda generate: None)
+        made.sync(LearnerPolicy(model()), "0.0", lambda generate: None)
         return made
 
     yield host
@@ -226,7 +227,7 @@ def test_tokens_of_unverified_weights_are_not_used(fake: Any, hosted: Any) -> No
         raise WeightSyncError("it does not compute what the learner computes")
 
     with pytest.raises(WeightSyncError):
-        host.sync(model(), "1.1", wrong)
+        host.sync(LearnerPolicy(model()), "1.1", wrong)
     assert one.label == "1.1", "the server holds them"
     with pytest.raises(WeightSyncError):
         host.generate(requests(1), routes=False)
@@ -261,7 +262,7 @@ def test_a_server_that_hangs_does_not_delay_the_weights_of_others(fake: Any, hos
     stuck.fault, stuck.after, stuck.sync_fault = "stopped", -1, "hangs"
     for version in (1, 2):
         began = time.monotonic()
-        host.sync(model(), f"{version}.{version}", lambda generate: None)
+        host.sync(LearnerPolicy(model()), f"{version}.{version}", lambda generate: None)
         assert len(host.generate(requests(), routes=False)) == 12
         assert time.monotonic() - began < 30
 
@@ -289,7 +290,7 @@ def test_a_server_that_cannot_be_restarted_is_no_longer_used(fake: Any, hosted: 
         assert len(host.generate(requests(), routes=False)) == 12
     assert host.servers[0].gone
     assert host.servers[0].restarts == server_host.RESTARTS
-    host.sync(model(), "1.1", lambda generate: None)
+    host.sync(LearnerPolicy(model()), "1.1", lambda generate: None)
     assert len(host.generate(requests(), routes=False)) == 12
 
 
@@ -305,7 +306,7 @@ def test_weights_missing_at_one_of_two_servers_fail_the_call(fault: str, place: 
     if fault == "nothing applied":
         fakes[place].received = "the digest of what was there before"
     with pytest.raises(WeightSyncError, match=fakes[place].address):
-        host.sync(model(), "1.1", lambda generate: None)
+        host.sync(LearnerPolicy(model()), "1.1", lambda generate: None)
     assert not host.servers[place].up
 
 
@@ -314,7 +315,7 @@ def test_a_server_that_cannot_receive_weights_is_not_used(fault: str, fake: Any,
     broken, good = fake(), fake()
     host = hosted(broken, good)
     broken.sync_fault = fault
-    host.sync(model(), "1.1", lambda generate: None)
+    host.sync(LearnerPolicy(model()), "1.1", lambda generate: None)
     assert [s.up for s in host.servers] == [False, True]
     before = len(broken.asked)
     assert len(host.generate(requests(), routes=False)) == 12

@@ -88,7 +88,7 @@ class LocalEngine:
         self.slots = slots
         self.prefill_tokens = prefill_tokens
         self.position_limit = position_limit(context.model)
-        self.paged = context.model.device.type == "cuda" and _can_page(context.model)
+        self.paged = context.model.device.type == "cuda" and _can_page(context)
         if not self.paged:
             _ = self.cached  # warn when the engine is built, not in the middle of a run
 
@@ -188,9 +188,11 @@ class LocalEngine:
         self.context = None
 
 
-def _can_page(model: Any) -> bool:
+def _can_page(context: EngineContext) -> bool:
     """Whether the model can be decoded with a paged KV cache and CUDA graphs. If not, a warning says why."""
-    obstacle = obstacle_to_paging(model)
+    # Fused projections copy weights, and CUDA graphs need them at fixed addresses.
+    layers = "ranks.sampling_weights gathers the weights layer by layer"
+    obstacle = obstacle_to_paging(context.model) if context.whole_weights else layers
     if obstacle is not None:
         warnings.warn(
             f"engine 'local' decodes without CUDA graphs, which is slower: {obstacle}", RuntimeWarning, stacklevel=4

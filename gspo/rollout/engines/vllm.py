@@ -33,7 +33,7 @@ from gspo.rollout.engine import Controls, EngineContext, EngineTraits, Tail, che
 from gspo.rollout.vllm.canary import check_canary
 from gspo.rollout.vllm.experts import moe_layers
 from gspo.rollout.vllm.host import Generate, Host, Request, RequestOutput
-from gspo.rollout.vllm.weights import fingerprint
+from gspo.rollout.vllm.policy import LearnerPolicy
 from gspo.types import Completion, Prompt, Routes, Sampling
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _foreign_code(options: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-TRAITS = EngineTraits(foreign_code=_foreign_code)
+TRAITS = EngineTraits(on_leader=True, foreign_code=_foreign_code)
 
 
 def build(
@@ -147,6 +147,7 @@ class VllmEngine:
         self.about = about
         """A sentence for the log at the start of a run."""
         self.context: EngineContext | None = context
+        self.policy = LearnerPolicy(context.model, context.ranks)
         self.host = host
         self.room = room
         self._sent: tuple[str, int] | None = None
@@ -248,8 +249,7 @@ class VllmEngine:
         """Send the learner's weights, unless weights and version are unchanged and every vLLM still holds them."""
         assert self.context is not None
         self._canary = (prompts, sampling)
-        model = self.context.model
-        now = (fingerprint(model), version)
+        now = (self.policy.fingerprint(), version)
         current = next(reversed(self._labels), None)
         if now == self._sent and current is not None and self.host.label() == current:
             return
@@ -262,9 +262,17 @@ class VllmEngine:
         temperature = sampling.temperature or 1.0
 
         def check(generate: Generate) -> None:
-            check_canary(generate, model, prompts, limit=limit, temperature=temperature, stop_ids=stop_ids, label=label)
+            check_canary(
+                generate,
+                self.policy,
+                prompts,
+                limit=limit,
+                temperature=temperature,
+                stop_ids=stop_ids,
+                label=label,
+            )
 
-        self.host.sync(model, label, check)
+        self.host.sync(self.policy, label, check)
         self._sent = now
 
     def _versions(self, spans: Sequence[tuple[str, int]], version: int) -> tuple[tuple[int, int], ...]:

@@ -1,8 +1,9 @@
 """A policy's LoRA adapter, sent to vLLM as an adapter: the base weights are sent once, then only A and B.
 
-In: the learner's model with peft adapters. Out: a folder in peft's format that vLLM reads, and the digest of what its
-kernels must hold afterwards. Invariant: if vLLM cannot apply the adapter as the learner does, `obstacle_to_adapter`
-says so before vLLM is built, and the adapter is merged into the weights that are sent.
+In: the learner's model with peft adapters, and their weights as whole tensors. Out: a folder in peft's format that
+vLLM reads, and the digest of what its kernels must hold afterwards. Invariant: if vLLM cannot apply the adapter as the
+learner does, `obstacle_to_adapter` says so before vLLM is built, and the adapter is merged into the weights that are
+sent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gspo.model import adapter
-from gspo.model.routing import find_routers
+from gspo.model.routing import says_it_routes
+from gspo.model.sharding import module_class
 from gspo.rollout.vllm.transfer_folder import transfer_folder
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -52,11 +54,12 @@ def obstacle_to_adapter(model: Any, settings: Mapping[str, Any]) -> str:
         return "vLLM supports no adapters whose rank or scale differs by layer"
     if model.device.type == "cuda" and model.dtype == torch.float32:
         return "vLLM's LoRA kernels on GPUs compute in 16 bits, not in float32"
-    if model.device.type == "cpu" and find_routers(model) is not None:
+    if model.device.type == "cpu" and says_it_routes(model):
         return "with LoRA enabled, vLLM's MoE kernel needs a GPU (Triton), whichever layers have adapters"
     if settings.get("tensor_parallel_size", 1) != 1:
         return "with tensor_parallel_size above 1, the transfer of an adapter cannot be verified"
-    return "" if _vllm_supports_lora(type(model).__name__) else f"this vLLM has no LoRA for {type(model).__name__}"
+    name = module_class(model).__name__
+    return "" if _vllm_supports_lora(name) else f"this vLLM has no LoRA for {name}"
 
 
 def _vllm_supports_lora(architecture: str) -> bool:
@@ -67,27 +70,27 @@ def _vllm_supports_lora(architecture: str) -> bool:
 
 
 @torch.no_grad()
-def kernel_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def kernel_weights(model: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """A, and B times the scale, of every layer: what vLLM's kernels read. Layers whose A is 0 have no effect and are
     left out."""
     for path, layer in adapter.layers(model).items():
-        a, b = (part[adapter.NAME].weight for part in (layer.lora_A, layer.lora_B))
+        a, b = (weights[f"{path}.{part}.{adapter.NAME}.weight"] for part in ("lora_A", "lora_B"))
         if a.any():
             yield f"{path}.A", a
             yield f"{path}.B", b * layer.scaling[adapter.NAME]
 
 
-def write(model: Any) -> str:
+def write(model: Any, weights: Mapping[str, Tensor]) -> str:
     """Write the adapter to a new folder in peft's format, in shared memory if it fits."""
-    folder = transfer_folder(sum(t.numel() * t.element_size() for _, t in kernel_weights(model)))
-    adapter.save(model, Path(folder))
+    folder = transfer_folder(sum(t.numel() * t.element_size() for t in weights.values()))
+    adapter.save(model, Path(folder), weights)
     return folder
 
 
 @contextmanager
-def temporary_folder(model: Any) -> Iterator[str]:
+def temporary_folder(model: Any, weights: Mapping[str, Tensor]) -> Iterator[str]:
     """The same, deleted afterwards."""
-    folder = write(model)
+    folder = write(model, weights)
     try:
         yield folder
     finally:

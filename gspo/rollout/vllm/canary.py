@@ -7,16 +7,15 @@ uses them: a kernel that kept its own copy, or a tensor in the wrong place, rais
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from gspo.errors import FLOAT16_HINT, WeightSyncError
-from gspo.rollout.engine import eval_mode
+from gspo.model.micro_batch import TokenSequence
 from gspo.rollout.vllm.host import Generate, Request, RequestOutput
+from gspo.rollout.vllm.policy import LearnerPolicy
 from gspo.types import Prompt, Sampling
 
 PROMPTS = 4
@@ -30,7 +29,7 @@ LOW_PRECISION = 0.15
 
 def check_canary(
     generate: Generate,
-    model: Any,
+    policy: LearnerPolicy,
     prompts: Sequence[Prompt],
     *,
     limit: int,
@@ -54,10 +53,11 @@ def check_canary(
         raise WeightSyncError(
             f"engine 'vllm': after weights {label!r} were sent it samples with {sorted(unexpected)[0]!r}"
         )
-    difference = _mean_difference(model, requests, outputs, temperature)
+    difference = _mean_difference(policy, requests, outputs, temperature)
+    dtype = policy.model.dtype
     # `not <=` instead of `>`: NaN must fail the check.
-    if not difference <= TOLERANCE.get(model.dtype, LOW_PRECISION):
-        hint = FLOAT16_HINT if math.isnan(difference) and model.dtype == torch.float16 else ""
+    if not difference <= TOLERANCE.get(dtype, LOW_PRECISION):
+        hint = FLOAT16_HINT if math.isnan(difference) and dtype == torch.float16 else ""
         raise WeightSyncError(
             f"engine 'vllm': it does not compute what the learner computes: log-probs differ by {difference:.2g} per "
             "token on average after the weights were sent; check that this vLLM supports the model's architecture "
@@ -66,24 +66,16 @@ def check_canary(
     return difference
 
 
-@torch.no_grad()
 def _mean_difference(
-    model: Any, requests: Sequence[Request], outputs: Sequence[RequestOutput], temperature: float
+    policy: LearnerPolicy, requests: Sequence[Request], outputs: Sequence[RequestOutput], temperature: float
 ) -> float:
-    """Mean |log-prob of the engine - log-prob of the learner|.
-
-    Completions are computed one by one, and for most models only the logits of the completion: with an engine on the
-    same GPU there is no room for the logits of whole prompts."""
-    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-    total = 0.0
-    count = 0
-    for request, output in zip(requests, outputs, strict=True):
-        length = len(output.token_ids)
-        ids_1T = torch.tensor([request.prompt_ids + output.token_ids], device=model.device)
-        options = {"logits_to_keep": length + 1} if keeps else {}
-        with eval_mode(model):
-            logits = model(input_ids=ids_1T, **options).logits[0, -length - 1 : -1]
-        logp = (logits.float() / temperature).log_softmax(-1).gather(1, ids_1T[0, -length:, None]).squeeze(1)
-        total += float((logp.cpu() - torch.tensor(output.logp)).abs().sum())
-        count += length
-    return total / max(1, count)
+    """Mean |log-prob of the engine - log-prob of the learner|."""
+    sequences = [
+        TokenSequence(prompt_ids=request.prompt_ids, completion_ids=output.token_ids)
+        for request, output in zip(requests, outputs, strict=True)
+    ]
+    learner = policy.logprobs(sequences, temperature)
+    total = sum(
+        float((logp - torch.tensor(output.logp)).abs().sum()) for logp, output in zip(learner, outputs, strict=True)
+    )
+    return total / max(1, sum(len(output.token_ids) for output in outputs))

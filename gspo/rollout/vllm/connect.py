@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, EngineError
-from gspo.model.adapter import SETTINGS
 from gspo.model.adapter import layers as adapted_layers
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.guard import TOKEN
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.in_process import check_cpu, write_shape
 from gspo.rollout.vllm.launch_server import Process, as_arguments
+from gspo.rollout.vllm.placed_server import server_places
 from gspo.rollout.vllm.server_host import Limits, Server, ServerHost
 from gspo.rollout.vllm.transfer import can_read
+from gspo.rollout.vllm.transfer_folder import probe
 
 TRANSFERS = ("auto", "file", "gloo", "nccl")
 
@@ -117,12 +118,12 @@ def _support_adapters(model: Any, servers: Sequence[Server], limits: Limits) -> 
     machine."""
     wanted = adapted_layers(model).keys()
     rank = adapter.lora_rank(model)
-    with adapter.temporary_folder(model) as folder:
+    with probe(0) as path:
         for server in servers:
             rooms = server.client.workers("gspo_adapted", rank, timeout_s=limits.sync_s)
             # One worker: with several, each holds a part of the adapter, which the digest cannot verify.
             fits = len(rooms) == 1 and isinstance(rooms[0], list) and wanted <= set(rooms[0])
-            if not fits or not can_read(server.client, str(Path(folder) / SETTINGS), limits.sync_s):
+            if not fits or not can_read(server.client, path, limits.sync_s):
                 return False
     return True
 
@@ -150,10 +151,12 @@ def _start_servers(model: Any, options: Options, limits: Limits) -> list[Server]
         settings.setdefault("enforce_eager", True)
     if options.adapters and not adapter.obstacle_to_adapter(model, settings):
         settings |= adapter.lora_settings(model)
-    processes = [
-        Process(str(folder), log=folder / f"server-{i}.log", experts=options.experts, more=as_arguments(settings))
-        for i in range(options.start)
-    ]
+    given: dict[str, Any] = {"experts": options.experts, "more": as_arguments(settings)}
+    processes: list[Process]
+    if places := server_places():
+        processes = [places.server(i, folder, **given) for i in range(min(options.start, places.count))]
+    else:
+        processes = [Process(str(folder), log=folder / f"server-{i}.log", **given) for i in range(options.start)]
     try:
         for process in processes:
             process.start()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gspo.types import Sampling
+
+if TYPE_CHECKING:
+    from gspo.rollout.vllm.policy import LearnerPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +81,8 @@ class Host(Protocol):
         """The label of the weights that all of them hold; None if they differ or are not ours."""
         ...
 
-    def sync(self, model: Any, label: str, check: Check) -> None:
-        """Send the model's weights under this label and check each instance; `WeightSyncError` if a transfer is
+    def sync(self, policy: LearnerPolicy, label: str, check: Check) -> None:
+        """Send the policy's weights under this label and check each instance; `WeightSyncError` if a transfer is
         faulty."""
         ...
 

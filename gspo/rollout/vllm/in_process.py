@@ -1,6 +1,6 @@
 """vLLM in the learner's own process: weights are passed by reference, a LoRA adapter as an adapter.
 
-In: the learner's model, for its shape. Out: a `Host`. Invariant: vLLM starts with dummy weights and samples only with
+In: the learner's policy. Out: a `Host`. Invariant: vLLM starts with dummy weights and samples only with
 weights that `sync` gave it.
 """
 
@@ -12,22 +12,25 @@ import itertools
 import os
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gspo.errors import ConfigError, WeightSyncError
 from gspo.model.adapter import layers as adapted_layers
+from gspo.model.sharding import module_class
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.experts import pack_experts, vllm_returns_experts
 from gspo.rollout.vllm.host import Check, Request, RequestOutput
 from gspo.rollout.vllm.launch_server import EXTENSION
-from gspo.rollout.vllm.weights import digest, fingerprint, named_weights
+from gspo.rollout.vllm.policy import LearnerPolicy, Pairs
+from gspo.rollout.vllm.weights import Part, digest
 
+_KEPT: list[Any] = []
+"""What was closed without a shutdown."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that the CPU attention of vLLM 0.32 supports."""
 
@@ -71,7 +74,7 @@ def write_shape(model: Any, folder: Path) -> None:
     """Write the model's config, which is all that vLLM needs to build the model with dummy weights."""
     config = copy.deepcopy(model.config)
     # A model that was built from a config does not name its class.
-    config.architectures = [type(model).__name__]
+    config.architectures = [module_class(model).__name__]
     config.save_pretrained(folder)
 
 
@@ -107,8 +110,12 @@ class InProcessHost:
         self.folder = tempfile.TemporaryDirectory(prefix="gspo-vllm-")
         write_shape(model, Path(self.folder.name))
         set_num_threads = torch.set_num_threads
+        own = settings_for(model, experts=experts, adapters=adapters)
+        self._with_ranks = torch.distributed.is_initialized()
+        """Whether this process has process groups that are not vLLM's."""
         try:
-            self.llm = vllm.LLM(self.folder.name, **settings_for(model, experts=experts, adapters=adapters), **settings)
+            with _own_process_groups() if self._with_ranks else nullcontext():
+                self.llm = vllm.LLM(self.folder.name, **own, **settings)
         finally:
             torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it with a function that raises
         self.experts = experts
@@ -132,22 +139,22 @@ class InProcessHost:
     def label(self) -> str | None:
         return self._label
 
-    def sync(self, model: Any, label: str, check: Check) -> None:
+    def sync(self, policy: LearnerPolicy, label: str, check: Check) -> None:
         with self._lock:
-            self._sync(model, label, check)
+            self._sync(policy, label, check)
 
-    def _sync(self, model: Any, label: str, check: Check) -> None:
+    def _sync(self, policy: LearnerPolicy, label: str, check: Check) -> None:
         self._label = None
         if self.adapters:
-            base = fingerprint(model, adapters=False)
+            base = policy.fingerprint(adapters=False)
             held = self._base
             self._base = None  # if the update fails, the next one sends the base weights again
             self._unload_adapters()
             if base != held:
-                self._send(list(named_weights(model, merge=False)), f"{label} without its adapter")
-            self._load_adapter(model, label)
+                self._send(policy, Part.BASE, f"{label} without its adapter")
+            self._load_adapter(policy, label)
         else:
-            self._send(list(named_weights(model)), label)
+            self._send(policy, Part.MERGED, label)
         self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
         check(lambda requests: self.generate(requests, routes=False))
         self._label = label
@@ -159,32 +166,37 @@ class InProcessHost:
         for number in self.llm.llm_engine.list_loras():
             self.llm.llm_engine.remove_lora(number)
 
-    def _load_adapter(self, model: Any, label: str) -> None:
+    def _load_adapter(self, policy: LearnerPolicy, label: str) -> None:
         """Load the adapter. The digest is taken from the buffers that vLLM's kernels read."""
         from vllm.lora.request import LoRARequest
 
+        model, weights = policy.model, policy.adapter()
         number = next(self._numbers)
-        with adapter.temporary_folder(model) as folder:
+        with adapter.temporary_folder(model, weights) as folder:
             request = LoRARequest(lora_name=label, lora_int_id=number, lora_path=folder)
             self.llm.llm_engine.add_lora(request)
         if self.llm.llm_engine.list_loras() != {number}:
             raise WeightSyncError("engine 'vllm': the learner's adapter is not the only one in vLLM")
-        if self._rpc("gspo_adapter", number, adapter.lora_rank(model)) != digest(adapter.kernel_weights(model)):
+        if self._rpc("gspo_adapter", number, adapter.lora_rank(model)) != digest(
+            adapter.kernel_weights(model, weights)
+        ):
             raise WeightSyncError("engine 'vllm': the adapter that arrived in vLLM differs from the learner's")
         self._request = request
 
-    def _send(self, pairs: list[tuple[str, Tensor]], label: str) -> None:
+    def _send(self, policy: LearnerPolicy, part: Part, label: str) -> None:
         from gspo.rollout.vllm.worker import OFFERED
 
-        OFFERED[label] = pairs
-        try:
-            self.llm.start_weight_update()
-            self.llm.update_weights({"update_info": {"handed": label}})
-            self.llm.finish_weight_update(label)
-        finally:
-            del OFFERED[label]
-        received = self._rpc("gspo_received")
-        if received != digest(pairs):
+        def hand(pairs: Pairs) -> None:
+            OFFERED[label] = pairs
+            try:
+                self.llm.start_weight_update()
+                self.llm.update_weights({"update_info": {"handed": label}})
+                self.llm.finish_weight_update(label)
+            finally:
+                del OFFERED[label]
+
+        sent = policy.send(part, hand)
+        if self._rpc("gspo_received") != sent:
             raise WeightSyncError("engine 'vllm': the weights that arrived in vLLM differ from the learner's")
 
     def generate(self, requests: Sequence[Request], *, routes: bool) -> list[RequestOutput]:
@@ -203,8 +215,12 @@ class InProcessHost:
 
     def close(self) -> None:
         if self.llm is not None:
-            with suppress(Exception):
-                self.llm.llm_engine.engine_core.shutdown()
+            if self._with_ranks:
+                # vLLM would destroy the process groups of the ranks with its own. This process ends with the run.
+                _KEPT.append(self.llm)
+            else:
+                with suppress(Exception):
+                    self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
             InProcessHost.alive -= 1
             self.folder.cleanup()
@@ -226,6 +242,21 @@ class InProcessHost:
         texts = self._rpc("gspo_take_routes", [o.request_id for o in outputs])
         self._rpc("gspo_forget_routes")
         return [None if text is None else base64.b64decode(text) for text in texts]
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Inside, `torch.distributed` does not know the process groups of the ranks. vLLM then makes its own, of this
+    process alone, instead of waiting for the other ranks."""
+    # Torch has no public way to have a second world. `make test-vllm` runs this.
+    from torch.distributed import distributed_c10d
+
+    ranks = distributed_c10d._world
+    distributed_c10d._world = distributed_c10d._World()
+    try:
+        yield
+    finally:
+        distributed_c10d._world = ranks
 
 
 def _convert(done: Any, experts: bytes | None) -> RequestOutput:

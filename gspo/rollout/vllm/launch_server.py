@@ -25,6 +25,8 @@ from gspo.ranks.environment import free_port
 from gspo.rollout.vllm.guard import PARENT, TOKEN
 from gspo.rollout.vllm.http import Client, Fault
 
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables with which a launcher tells a process that it is one of several ranks."""
 EXTENSION = "gspo.rollout.vllm.worker.WorkerExtension"
 GUARD = "gspo.rollout.vllm.guard.Guard"
 
@@ -60,10 +62,13 @@ def command(model: str, *, host: str, port: int, experts: bool, more: Sequence[s
     ]
 
 
-def environment(token: str) -> dict[str, str]:
+def environment(token: str, own: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a server: the token, and permission to change weights."""
-    env = dict(os.environ)
+    env = dict(own)
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an in-process engine of this process may have set it
+    # vLLM has process groups of its own. It must not take this process for one of their ranks.
+    for name in [name for name in env if name in LAUNCHER or name.startswith("TORCHELASTIC_")]:
+        del env[name]
     for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
         env.setdefault(name, value)
     # vLLM offers the paths that change weights and adapters only with these.
@@ -112,12 +117,16 @@ class Process:
                 start_new_session=True,
             )
 
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
     def wait_ready(self, limit_s: float) -> None:
         """Wait until it responds; `EngineError` with the end of its log if it does not."""
         client = Client(self.address, self.token)
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
-            if self.process is None or self.process.poll() is not None:
+            if not self.running:
                 break
             with suppress(Fault):
                 client.get("/health", timeout_s=5)

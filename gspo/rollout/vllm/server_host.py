@@ -27,6 +27,7 @@ from gspo.rollout.vllm.experts import pack_served_experts
 from gspo.rollout.vllm.host import Check, Request, RequestOutput
 from gspo.rollout.vllm.http import Client, Fault
 from gspo.rollout.vllm.launch_server import Process
+from gspo.rollout.vllm.policy import LearnerPolicy
 from gspo.rollout.vllm.transfer import Offer, send
 from gspo.rollout.vllm.weights import ADAPTER
 
@@ -133,9 +134,9 @@ class ServerHost:
             return None
         return label if server.up else None
 
-    def sync(self, model: Any, label: str, check: Check) -> None:
-        """Send the model's weights to all reachable servers. A server that fails is down until it holds them."""
-        self._offer = lambda: Offer(model, label, adapters=self.adapters)
+    def sync(self, policy: LearnerPolicy, label: str, check: Check) -> None:
+        """Send the policy's weights to all reachable servers. A server that fails is down until it holds them."""
+        self._offer = lambda: Offer(policy, label, adapters=self.adapters)
         self._check = check
         offer = self._offer()
         until = time.monotonic() + self.limits.absent_s

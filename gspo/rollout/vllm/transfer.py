@@ -4,7 +4,8 @@ In: the model's weights, or its base weights once and then its LoRA adapter. Out
 (`worker.py`) have applied. There are three transfers, chosen by asking the workers: `file` if they can read what the
 learner writes (shared memory if it fits, else the temporary directory), otherwise a broadcast: `nccl` if both sides
 have GPUs, `gloo` over TCP if not. Invariant: a file is written once for all servers and deleted afterwards. An
-adapter is always sent as a file.
+adapter is always sent as a file. Weights are written or broadcast one tensor at a time, so that those of a sharded
+model are never in memory together.
 """
 
 from __future__ import annotations
@@ -15,28 +16,33 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from torch import Tensor
 
 from gspo.errors import WeightSyncError
 from gspo.ranks.environment import free_port
 from gspo.rollout.vllm import adapter
 from gspo.rollout.vllm.broadcast import broadcast, process_group
 from gspo.rollout.vllm.http import Client, Fault
-from gspo.rollout.vllm.transfer_folder import transfer_folder
-from gspo.rollout.vllm.weights import ADAPTER, digest, named_weights
+from gspo.rollout.vllm.policy import LearnerPolicy, Pairs
+from gspo.rollout.vllm.tensor_file import write_tensors
+from gspo.rollout.vllm.transfer_folder import probe, transfer_folder
+from gspo.rollout.vllm.weights import ADAPTER, Part, digest
 
 
 class Offer:
     """One version of the weights, for all servers."""
 
-    def __init__(self, model: Any, label: str, *, adapters: bool = False) -> None:
+    def __init__(self, policy: LearnerPolicy, label: str, *, adapters: bool = False) -> None:
         self.label = label
-        self.model = model
+        self.policy = policy
         self.adapters = adapters
-        self.pairs = [(name, tensor.detach()) for name, tensor in named_weights(model, merge=not adapters)]
-        self.digest = digest(self.pairs)
+        self.part = Part.BASE if adapters else Part.MERGED
+        self.digest = ""
+        """The digest of the weights, once they were sent."""
         self._folder: str | None = None
         self._adapter: str | None = None
 
@@ -44,19 +50,26 @@ class Offer:
     def path(self) -> str:
         """The weights as a file, written on first use."""
         if self._folder is None:
-            size = sum(t.numel() * t.element_size() for _, t in self.pairs)
-            self._folder = transfer_folder(size)
-            save_file(
-                {n: t.cpu().contiguous() for n, t in self.pairs}, os.path.join(self._folder, "weights.safetensors")
-            )
+            self._folder = transfer_folder(self.policy.size(self.part))
+            file, shapes = Path(self._folder, "weights.safetensors"), self.policy.shapes(self.part)
+            self.send(lambda pairs: write_tensors(file, shapes, pairs))
         return os.path.join(self._folder, "weights.safetensors")
 
     @property
     def adapter(self) -> str:
         """The adapter as a folder, written on first use."""
         if self._adapter is None:
-            self._adapter = adapter.write(self.model)
+            self._adapter = adapter.write(self.policy.model, self.adapter_weights)
         return self._adapter
+
+    @cached_property
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """The weights of the adapter."""
+        return self.policy.adapter()
+
+    def send(self, take: Callable[[Pairs], object]) -> None:
+        """Pass the weights to `take`, one tensor at a time."""
+        self.digest = self.policy.send(self.part, take)
 
     def close(self) -> None:
         """Delete the files."""
@@ -66,7 +79,8 @@ class Offer:
         self._folder = self._adapter = None
 
     def metadata(self) -> list[tuple[str, str, list[int]]]:
-        return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in self.pairs]
+        shapes = self.policy.shapes(self.part)
+        return [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape in shapes]
 
 
 def send(offer: Offer, client: Client, *, transfer: str, workers: int, timeout_s: float) -> None:
@@ -89,14 +103,15 @@ def _send_adapter(offer: Offer, client: Client, transfer: str, workers: int, tim
     carry a label that is not trusted."""
     label = f"{offer.label} without its adapter"
     client.post("/update_weight_version", {"new_version": label}, timeout_s=timeout_s)
-    if any(found != offer.digest for found in client.workers("gspo_received", timeout_s=timeout_s)):
+    base = offer.policy.base_digest()
+    if any(found != base for found in client.workers("gspo_received", timeout_s=timeout_s)):
         _send_weights(offer, client, label, transfer, workers, timeout_s)
     if not _has_adapter(client, timeout_s):
         named = {"lora_name": ADAPTER, "lora_path": offer.adapter}
         client.post("/v1/load_lora_adapter", named, timeout_s=timeout_s, plain=True)
     client.workers("gspo_put_adapter", offer.adapter, timeout_s=timeout_s)
-    arrived = client.workers("gspo_adapter", 1, adapter.lora_rank(offer.model), timeout_s=timeout_s)
-    sent = digest(adapter.kernel_weights(offer.model))
+    arrived = client.workers("gspo_adapter", 1, adapter.lora_rank(offer.policy.model), timeout_s=timeout_s)
+    sent = digest(adapter.kernel_weights(offer.policy.model, offer.adapter_weights))
     if any(found != sent for found in arrived):
         raise WeightSyncError(f"engine 'vllm': the adapter that arrived at {client.address} differs from the learner's")
     client.post("/update_weight_version", {"new_version": offer.label}, timeout_s=timeout_s)
@@ -124,9 +139,10 @@ def _send_weights(offer: Offer, client: Client, label: str, transfer: str, worke
 
 def choose_transfer(offer: Offer, client: Client, timeout_s: float) -> str:
     """The best transfer to a server."""
-    if can_read(client, offer.path, timeout_s):
-        return "file"
-    devices = [*client.workers("gspo_device", timeout_s=timeout_s), offer.pairs[0][1].device.type]
+    with probe(offer.policy.size(offer.part)) as path:
+        if can_read(client, path, timeout_s):
+            return "file"
+    devices = [*client.workers("gspo_device", timeout_s=timeout_s), offer.policy.model.device.type]
     return "nccl" if all(device == "cuda" for device in devices) else "gloo"
 
 
@@ -176,14 +192,14 @@ def _broadcast(offer: Offer, client: Client, label: str, kind: str, workers: int
             # In `finally`, so that the server's own error is raised, which says more than ours.
             joined.result()
 
-    def send_all() -> None:
-        for _, tensor in offer.pairs:
+    def send_all(pairs: Pairs) -> None:
+        for _, tensor in pairs:
             try:
                 broadcast(group, (tensor if kind == "nccl" else tensor.cpu()).contiguous())
             except RuntimeError as error:
                 raise Fault(f"{client.address}: the broadcast failed: {error}") from error
 
-    _update(client, label, {"broadcast": offer.metadata()}, timeout_s, meanwhile=send_all)
+    _update(client, label, {"broadcast": offer.metadata()}, timeout_s, meanwhile=lambda: offer.send(send_all))
 
 
 def _own_address(client: Client) -> str:

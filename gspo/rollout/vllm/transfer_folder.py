@@ -12,7 +12,8 @@ import fcntl
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
@@ -30,6 +31,17 @@ def transfer_folder(size: int) -> str:
     # A margin, because other programs use shared memory, too.
     fits = shared and shutil.disk_usage(SHARED).free > 1.2 * size
     return tempfile.mkdtemp(dir=_locked_folder(SHARED if fits else disk))
+
+
+@contextmanager
+def probe(size: int) -> Iterator[str]:
+    """A small file where a file of `size` bytes would be, to ask another process whether it can read it."""
+    folder = Path(transfer_folder(size))
+    try:
+        (folder / "probe").write_bytes(b"1")
+        yield str(folder / "probe")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked_folder(place: Path) -> Path:

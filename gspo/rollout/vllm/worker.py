@@ -10,7 +10,7 @@ of the experts are rebuilt.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,8 @@ from gspo.rollout.vllm.weights import ADAPTER, Digest
 
 BACKEND = "gspo"
 
-OFFERED: dict[str, list[tuple[str, Tensor]]] = {}
-"""Weights that a learner in this process offers by reference, by key."""
+OFFERED: dict[str, Iterator[tuple[str, Tensor]]] = {}
+"""Weights that a learner in this process offers by reference, one at a time, by key."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.handed:
-            pairs: Iterable[tuple[str, Tensor]] = OFFERED[update_info.handed]
+            pairs: Iterator[tuple[str, Tensor]] = OFFERED[update_info.handed]
         elif update_info.path:
             pairs = _from_file(update_info.path)
         else:
