@@ -22,8 +22,12 @@ from gspo.context import LearnContext, RunContext
 from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems, load_problems
 from gspo.data.task import build_task
+from gspo.environment.rewards import ConversationRewards
+from gspo.environment.setup import RunEnvironment
 from gspo.errors import ConfigError
+from gspo.learner.batch import needs_old_logprobs
 from gspo.learner.checkpoint import size_of as checkpoint_size
+from gspo.learner.checkpoint import whole_weights
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.context_parallel import check_context_parallel
@@ -43,11 +47,14 @@ from gspo.reward.reward import RewardPool
 from gspo.reward.source_rewards import source_rewards
 from gspo.rollout.data_parallel import DataParallelEngine
 from gspo.rollout.engine import Engine, EngineContext, build_engine, controls_for, engine_names, engine_traits
+from gspo.rollout.sampling_process import SamplingProcess
 
 ROOM = 0.5
 """The share of the free memory of a rank that whole weights may take while it samples. The KV cache needs some, too."""
 REWARD_CACHE = "reward_cache"
 """The folder of a run directory with the scores of models and endpoints."""
+SAMPLER_LOG = "sampler.log"
+"""The file of a run directory with what the sampling process has printed."""
 
 
 def run_objective(config: Config) -> Objective:
@@ -179,7 +186,7 @@ def _check_overlong(config: Config, objective: Objective) -> None:
 def run_adaptive_clip(config: Config) -> tuple[AdaptiveClip | None, dict[str, Any]]:
     """The adaptive clip range, or None if the range is fixed, and the objective's other settings."""
     auto, settings = take_adaptive(base_objective(config.objective.name), config.objective.settings)
-    if auto and config.learner.mini_batches == 1:
+    if auto and config.learner.mini_batches == 1 and config.learner.old_logp != "sampler":
         raise ConfigError(
             f"objective.{auto.sides[0]}: nothing is ever clipped with learner.mini_batches = 1; "
             "set learner.mini_batches to 2 or more, or use a fixed number here"
@@ -193,11 +200,27 @@ def with_dtype(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype_name(config.model)))
 
 
-def reward_pool(config: Config, run: Path | None = None) -> RewardPool:
+def reward_pool(config: Config, run: Path | None = None) -> RewardPool | ConversationRewards:
     """The worker processes that score completions, on a cluster if this process is part of a run there. Scores that
     were paid for are kept in the directory of the run."""
     cache_dir = str((run / REWARD_CACHE).absolute()) if run else ""
-    return RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir, cluster=membership())
+    environment = config.environment.name
+    # An environment gives rewards itself, so reward functions are optional.
+    if environment and not config.reward.functions:
+        return ConversationRewards(environment, correct_above=config.reward.correct_above, pool=None)
+    pool = RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir, cluster=membership())
+    if not environment:
+        return pool
+    return ConversationRewards(environment, correct_above=config.reward.correct_above, pool=pool)
+
+
+def environment_for(config: Config, stack: ExitStack) -> RunEnvironment | None:
+    """The environment that answers the model; None without one. `stack` closes it."""
+    if not config.environment.name:
+        return None
+    environment = RunEnvironment(config)
+    stack.callback(environment.close)
+    return environment
 
 
 def tokenizer_for(config: Config, model: ModelConfig | None = None) -> Any:
@@ -250,8 +273,11 @@ def build_run(
     # Rewards and data come before the weights, so that their errors appear within seconds.
     rewards = reward_pool(config, run)
     stack.callback(rewards.close)
+    environment = environment_for(config, stack)
     tokenizer = run_tokenizer(config, checkpoint)
     problems = load_problems(config.data, tokenizer, config.seed, config.eval.sets)
+    if environment:
+        problems = environment.open_problems(problems, tokenizer)
     rewards.check_columns([*problems.train, *chain.from_iterable(problems.sets.values())])
     if ranks.several:
         ranks.watch.run = run
@@ -261,15 +287,21 @@ def build_run(
     if _on_every_rank(config, ranks):
         engine = DataParallelEngine(engine, learner.policy.model, learner.ranks)
     stack.callback(engine.close)
+    sampler = engine if isinstance(engine, SamplingProcess) else sampler_for(config, learner.policy, run, checkpoint)
+    if sampler is not None:
+        stack.callback(sampler.close)
     _check_positions(learner.policy, problems, config.rollout.max_tokens)
     check_routes(config, engine)
     _check_old_logp(config, objective, learner.policy)
+    conversations = environment.engine(engine, learner.policy) if environment else None
     return RunContext(
         **vars(learner),
         problems=problems,
         order=SamplingOrder.of(problems.train, config.data, config.seed),
-        engine=engine,
+        engine=conversations or engine,
+        conversations=conversations,
         rewards=rewards,
+        sampler=sampler,
         adaptive_clip=run_adaptive_clip(config)[0],
     )
 
@@ -283,8 +315,11 @@ def build_learner(
         config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint), ranks=ranks
     )
     ranks = dataclasses.replace(ranks, by_layer=samples_by_layer(config, policy, ranks))
-    engine = None
-    if not ranks.several or _on_every_rank(config, ranks):
+    engine: Engine | None = None
+    if config.rollout.max_lag and not engine_traits(config.rollout.engine).shares_weights:
+        # With its own weights, an engine can do both: sample ahead, and evaluate. The process has it then.
+        engine = sampler_for(config, policy, run, checkpoint)
+    elif not ranks.several or _on_every_rank(config, ranks):
         # Before the model is sharded, because an engine may try forwards of its own.
         with nullcontext() if ranks.by_layer else whole(policy.model):
             engine = engine_for(config, policy, ranks)
@@ -329,6 +364,22 @@ def _on_every_rank(config: Config, ranks: Ranks) -> bool:
     return ranks.several and engine_traits(config.rollout.engine).data_parallel
 
 
+def sampler_for(config: Config, policy: Policy, run: Path, checkpoint: Path | None) -> SamplingProcess | None:
+    """The process that samples while the learner trains; None if they take turns."""
+    lag = config.rollout.max_lag
+    if not lag:
+        return None
+    weights = dict(whole_weights(policy, ONE))
+    return SamplingProcess(
+        config=to_toml(config),
+        checkpoint=str(checkpoint or ""),
+        log=run / SAMPLER_LOG,
+        timeout_s=config.rollout.sampler_timeout_s,
+        weights=lambda: dict(whole_weights(policy, ONE)),
+        room=(lag + 2) * sum(w.numel() * w.element_size() for w in weights.values()),
+    )
+
+
 def check_ranks(config: Config, ranks: Ranks) -> None:
     """Refuse settings that do not work on this number of ranks."""
     engine = config.rollout.engine
@@ -340,6 +391,11 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
     if ranks.several and config.ranks.sampling_weights != "auto" and not _on_every_rank(config, ranks):
         raise ConfigError(
             f"ranks.sampling_weights: has no effect with engine {engine!r}, which has weights of its own; leave it out"
+        )
+    if ranks.several and config.rollout.max_lag:
+        raise ConfigError(
+            f"rollout.max_lag: sampling while training works in a single process, and there are {ranks.count} ranks; "
+            "set it to 0, or start one"
         )
     context = config.learner.context_parallel
     if ranks.count % context:
@@ -372,6 +428,8 @@ def check_routes(config: Config, engine: Engine) -> None:
 def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> None:
     """If the engine's log-probs are the old policy's, there is no mismatch to correct, and no forward of the old policy
     whose experts could be replayed."""
+    if config.learner.old_logp == "interpolate":
+        _check_interpolation(objective, policy)
     if config.learner.old_logp != "sampler":
         return
     if objective.mismatch != "none":
@@ -395,6 +453,21 @@ def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> Non
         raise ConfigError(
             'routing.balance_loss: it counts the experts of the forward pass that learner.old_logp = "sampler" skips; '
             'set balance_loss = 0, or old_logp = "recompute"'
+        )
+
+
+def _check_interpolation(objective: Objective, policy: Policy) -> None:
+    """Interpolated log-probs are known only during the training forwards, and nothing records the old experts."""
+    remedy = 'set learner.old_logp = "recompute"'
+    if needs_old_logprobs(objective):
+        raise ConfigError(
+            f'learner.old_logp: {objective.name} needs old log-probs before the first update, and "interpolate" has '
+            f"them only during the updates; {remedy}"
+        )
+    if policy.routers is not None:
+        raise ConfigError(
+            'learner.old_logp: "interpolate" skips the forward pass whose experts are recorded; '
+            f"{remedy}, or routing.record = false"
         )
 
 

@@ -16,6 +16,7 @@ from itertools import count
 from gspo.context import RunContext
 from gspo.data.chat import follows_template, render
 from gspo.data.problems import all_demonstrations, identities, with_instructions
+from gspo.environment.engine import ConversationEngine
 from gspo.errors import DataError, RewardError
 from gspo.evaluation import evaluate
 from gspo.learner.sft import fine_tune
@@ -25,6 +26,8 @@ from gspo.types import Completion, Prompt, Score, Status, StopReason
 
 CHECKED = 128
 """Problems per accuracy check of the cold start, if the data has enough of them."""
+MOST_PLAYED = 4096
+"""Maximum number of demonstrations of an environment."""
 ASIDE = 5
 """One of so many problems of the data is set aside for accuracy checks, up to `CHECKED`."""
 FAULTS = {
@@ -63,7 +66,10 @@ def run_cold_start(context: RunContext, display: Display) -> ColdStartResult:
     """Fine-tune on demonstrations until sampled accuracy on other problems is high enough."""
     config, rollout = context.config.cold_start, context.config.rollout
     tasks = any(source.task for source in context.config.data.sources.values())
-    lessons = _from_task(context) if tasks else _from_data(context, display)
+    if context.conversations is not None:
+        lessons = _from_environment(context, context.conversations, display)
+    else:
+        lessons = _from_task(context) if tasks else _from_data(context, display)
 
     def accuracy(step: int) -> float:
         sampling = replace(rollout.sampling, top_p=1.0, top_k=0)
@@ -128,6 +134,52 @@ def _token_ids(context: RunContext, text: str) -> list[int]:
     return ids
 
 
+# ---- demonstrations of an environment
+
+
+def _from_environment(context: RunContext, conversations: ConversationEngine, display: Display) -> _Lessons:
+    """Conversations that the environment demonstrates, with its own observations. Only the model's turns are trained
+    on."""
+    config, seed = context.config, context.config.seed
+    fresh, others = _set_aside(context)
+    tried = others[: min(MOST_PLAYED, config.cold_start.steps * config.cold_start.batch)]
+    played = [(p, c) for p, c in zip(tried, conversations.play(tried), strict=True) if c is not None]
+    scores = context.rewards.score([(p, [c]) for p, c in played])
+    faults = [
+        "too_long"
+        if len(c.token_ids) > config.rollout.max_tokens
+        else "unscored"
+        if score.status is Status.UNSCORED
+        else ""
+        if score.correct
+        else "wrong"
+        for (_, c), (score,) in zip(played, scores, strict=True)
+    ]
+    usable = [
+        TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids, sampled=c.sampled)
+        for (p, c), fault in zip(played, faults, strict=True)
+        if not fault
+    ]
+    counts = {"demonstrations": len(usable)} | {name: n for name in FAULTS if (n := faults.count(name))}
+    if not usable:
+        found = "; ".join(f"{n} {FAULTS[name]}" for name, n in counts.items() if name in FAULTS)
+        raise DataError(
+            f"cold_start.steps: no demonstration of environment {config.environment.name} can be used "
+            f"({found or 'it has none for these problems'}); fix demonstrate, or set cold_start.steps = 0"
+        )
+    _report(played, faults, counts, display)
+    return _Lessons(sequences=_epochs(usable, seed), fresh=lambda: fresh, counts=counts)
+
+
+def _set_aside(context: RunContext) -> tuple[list[Prompt], list[Prompt]]:
+    """Training problems in seeded order: those for the accuracy checks, and those that ask something else."""
+    problems = list(context.problems.train)
+    random.Random(f"{context.config.seed}/cold_start").shuffle(problems)
+    fresh = problems[: max(1, min(CHECKED, len(problems) // ASIDE))]
+    aside = {p.key for p in fresh}
+    return fresh, [p for p in problems if p.key not in aside]
+
+
 # ---- demonstrations of the data
 
 
@@ -135,10 +187,8 @@ def _from_data(context: RunContext, display: Display) -> _Lessons:
     config, seed = context.config, context.config.seed
     # Held-out problems and their duplicates are not in here.
     problems = list(context.problems.train)
-    random.Random(f"{seed}/cold_start").shuffle(problems)
-    fresh = problems[: max(1, min(CHECKED, len(problems) // ASIDE))]
-    aside = {p.key for p in fresh}
-    others = [p for p in problems if p.key not in aside and p.demonstration]
+    fresh, others = _set_aside(context)
+    others = [p for p in others if p.demonstration]
     # More are never used, and scoring them may take long.
     tried = [(p, _demonstration(context, p)) for p in others[: config.cold_start.steps * config.cold_start.batch]]
     faults = _faults(context, tried)

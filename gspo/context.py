@@ -8,6 +8,8 @@ from typing import Any
 from gspo.config import Config
 from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems
+from gspo.environment.engine import ConversationEngine
+from gspo.environment.rewards import ConversationRewards
 from gspo.learner.optimizer import Optimizer
 from gspo.model.load import Policy
 from gspo.objectives.adaptive_clip import AdaptiveClip
@@ -15,6 +17,7 @@ from gspo.objectives.objective import Objective
 from gspo.ranks.group import ONE, Ranks
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine
+from gspo.rollout.sampling_process import SamplingProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,10 @@ class RunContext(LearnContext):
     problems: Problems
     order: SamplingOrder
     engine: Engine
-    rewards: RewardPool
+    rewards: RewardPool | ConversationRewards
+    conversations: ConversationEngine | None = None
+    """The engine, if an environment answers the model."""
+    sampler: SamplingProcess | None = None
+    """Samples training batches while the learner trains. None if sampling and training take turns."""
     adaptive_clip: AdaptiveClip | None = None
     """Adapts the clip range from step to step. None if the range is fixed."""

@@ -58,6 +58,10 @@ class WeightSyncError(EngineError):
     """A sampling engine does not hold the learner's weights."""
 
 
+class LagError(EngineError):
+    """A batch was sampled from weights that are older than `rollout.max_lag` allows."""
+
+
 class MismatchError(GspoError, RuntimeError):
     """The sampling engine's log-probs differ too much from the learner's for the chosen settings."""
 

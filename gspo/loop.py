@@ -1,6 +1,8 @@
 """The training loop: start or resume, then collect, learn, evaluate, record and save until the last step or a stop.
 
-    collect  ->  buffer  ->  learn  ->  evaluate  ->  record  ->  save          `Loop._step` is one iteration
+    take a batch  ->  learn  ->  evaluate  ->  record  ->  save          `Loop._step` is one iteration
+
+`collector.py` collects the batches: in turn with training or, with `rollout.max_lag`, ahead of it.
 
 In: the components of a run and its directory. Out: a `TrainerState` after every step. Invariant: a checkpoint holds the
 state and the weights of a finished step, or of one whose evaluation is still pending. A signal interrupts sampling,
@@ -21,6 +23,7 @@ from typing import Any
 from gspo.build import load_reference, saved_model
 from gspo.clock import Clock
 from gspo.cold_start import run_cold_start
+from gspo.collector import Ahead, Collector, InTurn
 from gspo.config import EvalConfig, EvalSetConfig
 from gspo.context import RunContext
 from gspo.errors import CheckpointError, DiskError, EngineError, MismatchError
@@ -37,7 +40,8 @@ from gspo.ranks.usage import RankUsage, exchange_usage
 from gspo.record.eval_metrics import eval_metrics, rank_timings, source_eval_metrics, step_timings
 from gspo.record.held_out import HeldOutScores
 from gspo.record.incidents import Incidents, skipped_in_row
-from gspo.record.metrics import rollout_records, step_metrics
+from gspo.record.ledger import Ledger
+from gspo.record.metrics import lag_metrics, rollout_records, step_metrics
 from gspo.record.progress import Display
 from gspo.record.rollbacks import SKIPPED, Rollback
 from gspo.record.run_dir import RunDir, read_metrics
@@ -54,11 +58,10 @@ from gspo.resume_checks import (
     initial_state,
 )
 from gspo.rollback import RollBack, carry_out, record_rollback, rollback_or
-from gspo.rollout.buffer import RolloutBuffer
 from gspo.rollout.gather import CollectResult
 from gspo.saving import Saver
 from gspo.signals import Interrupted, StopRequest
-from gspo.step import collect, learn
+from gspo.step import learn
 from gspo.types import Prompt
 
 
@@ -78,6 +81,8 @@ class Loop:
         self.incidents = Incidents(run_dir=run_dir, display=display, config=context.config)
         self.held_out = HeldOutScores(context.config.eval)
         self.saver = Saver(run_dir=run_dir, context=context, display=display, held_out=self.held_out)
+        self.collector: Collector | None = None
+        """Collects the batches, once the run has started."""
         self.start_step = 0
         """The step from which this process started or resumed."""
         self._latest: TrainerState | None = None
@@ -89,24 +94,49 @@ class Loop:
 
         The result has step 0 if no step was finished."""
         initial = initial_state(self.context)
-        with suppress(Interrupted), self._checkpoint_on_engine_error(), self._checkpoint_on_full_disk():
-            state = self._resume(begin, initial) if begin else self._start(initial)
-            # Room for one batch: collect and learn take turns, and every batch is on-policy.
-            buffer = RolloutBuffer(capacity=1, start=state.rollout)
-            while (state.pending or not self.is_finished(state)) and not self.stop:
-                try:
-                    # A run may resume at a step whose evaluation was interrupted.
-                    state = self._evaluate_and_record(state) if state.pending else self._step(state, buffer)
-                except RollBack as rollback:
-                    state = self._roll_back(rollback.record)
-                    buffer = RolloutBuffer(capacity=1, start=state.rollout)
-                    continue
-                if state.step % self.config.checkpoint.every == 0:
-                    self.saver.save(state, required=False)
-        if self._latest is None:
-            return initial
-        self.saver.save(self._latest)
-        return self._latest
+        try:
+            with suppress(Interrupted), self._checkpoint_on_engine_error(), self._checkpoint_on_full_disk():
+                self._train(begin, initial)
+            if self._latest is None:
+                return initial
+            self.saver.save(self._latest)
+            return self._latest
+        finally:
+            if self.collector is not None:
+                self.collector.close()
+
+    def _train(self, begin: Path | None, initial: TrainerState) -> None:
+        """Run all steps. `_latest` is the state after the last one."""
+        if self.context.sampler is not None and begin is None:
+            self.context.sampler.start()  # it loads the model while this process starts
+        state = self._resume(begin, initial) if begin else self._start(initial)
+        if state.pending or not self.is_finished(state):
+            self._collect_from(state, begin)
+        while (state.pending or not self.is_finished(state)) and not self.stop:
+            try:
+                # A run may resume at a step whose evaluation was interrupted.
+                state = self._evaluate_and_record(state) if state.pending else self._step(state)
+            except RollBack as rollback:
+                state = self._roll_back(rollback.record)
+                self._collect_from(state, None)
+                continue
+            if state.step % self.config.checkpoint.every == 0:
+                self.saver.save(state, required=False)
+
+    def _collect_from(self, state: TrainerState, begin: Path | None) -> None:
+        """Start to collect the batches after `state`. The checkpoint `begin` may have kept some of them."""
+        if self.collector is not None:
+            self.collector.close()
+        sampler = self.context.sampler
+        if sampler is None:
+            self.collector = InTurn(self.context, state)
+            return
+        kept = None if begin is None else checkpoint.read_in_flight(begin)
+        # After a rollback, the batches of the checkpoint belong to the steps that were abandoned.
+        if begin is not None and checkpoint.read_state(begin).rollbacks != state.rollbacks:
+            kept = None
+        self.collector = Ahead(self.context, sampler, Ledger(self.run_dir), state, kept)
+        self.saver.in_flight = self.collector.in_flight
 
     def is_finished(self, state: TrainerState) -> bool:
         """Whether the run is finished in this state."""
@@ -130,17 +160,17 @@ class Loop:
 
     # ---- one step
 
-    def _step(self, state: TrainerState, buffer: RolloutBuffer) -> TrainerState:
-        """Collect a batch, train on it, evaluate if it is time, and record all of it."""
+    def _step(self, state: TrainerState) -> TrainerState:
+        """Take a batch, train on it, evaluate if it is time, and record all of it."""
         step = state.step + 1
         clock = Clock()
+        collector = self.collector
+        assert collector is not None
         # The step trains with the scaled clip range. `self.context` keeps the range of the settings, because
         # `_next_clip_scale` measures how far ratios move in units of it.
         context = self._with_clip_range(state)
         with clock.measure("step"):
-            self._fill(buffer, context, clock)
-            collected = buffer.take()
-            assert collected.version == context.optimizer.updates, "the policy changed after it sampled this batch"
+            collected = self._take(collector, clock)
             self._check_scores(step, collected, state)
             compiled_before = compile_seconds()
             groups = collected.rollouts.groups
@@ -156,7 +186,10 @@ class Loop:
             if learned is not None and learned.routed is not None:
                 clock.add("routing", learned.routed.seconds)
         # One entry, because `learn` returns what all ranks have computed, and the leader has all completions.
-        metrics = combined([step_metrics(context.objective, collected, learned, self.config.rollout.sampling)])
+        found = step_metrics(context.objective, collected, learned, self.config.rollout.sampling)
+        if collected.weights is not None:
+            found |= lag_metrics(collected, learned, step=state.step, updates=state.updates)
+        metrics = combined([found])
         tokens = state.tokens + collected.tokens
         # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted or
         # one of the reports below cannot be written.
@@ -172,6 +205,7 @@ class Loop:
                 pending={"step": step, "tokens/sampled": tokens, **metrics},
             )
         )
+        collector.trained(learned_state)
         with context.ranks.together("exchange_usage"):
             usage = exchange_usage(context.ranks, context.policy.device)
         self._write_rollouts(step, context, collected, learned)
@@ -192,13 +226,13 @@ class Loop:
         last_good = self.incidents.last_good_before_skipped(step, in_row)
         raise rollback_or(error, self.run_dir, self.config, sampled, alarm=SKIPPED, step=step, last_good=last_good)
 
-    def _fill(self, buffer: RolloutBuffer, context: RunContext, clock: Clock) -> None:
-        """Collect batches until the buffer is full. A stop discards the batch that is being collected."""
-        while not buffer.full:
-            with self.stop.interruptible():
-                collected = collect(context, buffer.end, clock=clock)
-            buffer.put(collected)
-            self.incidents.report_faults(collected.batch, context.rewards)
+    def _take(self, collector: Collector, clock: Clock) -> CollectResult:
+        """The batch of the next step. A stop interrupts the wait for it, or discards what is being collected."""
+        with self.stop.interruptible():
+            collector.collect(clock)
+        collected = collector.take()
+        self.incidents.report_faults(collected.batch, self.context.rewards)
+        return collected
 
     def _evaluate_and_record(
         self, state: TrainerState, clock: Clock | None = None, ranks: Sequence[RankUsage] = ()
@@ -211,7 +245,8 @@ class Loop:
         metrics = {**state.pending, **evaluation}
         # Step 0 has no timings: the usage of its evaluation is counted in step 1.
         usage = self.context.rewards.take_usage() if state.step else {}
-        self._record(state, metrics, {**step_timings(state.step, clock, usage), **rank_timings(ranks)})
+        lag = self.collector.timings() if self.collector is not None else {}
+        self._record(state, metrics, {**step_timings(state.step, clock, usage, lag), **rank_timings(ranks)})
         state = self._set_state(replace(state, pending=None, offsets=self.run_dir.offsets()))
         self._check_alarms(state, metrics)
         self._check_held_out(state, metrics)

@@ -42,6 +42,8 @@ MAY_CHANGE = (
     "eval.min_gain",
     "model.device",
     "model.threads",
+    "rollout.sampler_device",
+    "rollout.sampler_timeout_s",
     "reward.workers",
     "reward.timeout_s",
     "reward.memory_mb",

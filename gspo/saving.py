@@ -7,6 +7,7 @@ ones. `best.json` names the new best checkpoint before the old one is deleted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from gspo import trust
@@ -19,6 +20,7 @@ from gspo.record.progress import Display
 from gspo.record.retention import for_rollback
 from gspo.record.rollbacks import horizon
 from gspo.record.run_dir import RunDir
+from gspo.rollout.in_flight import InFlight
 
 
 class Saver:
@@ -27,6 +29,8 @@ class Saver:
     def __init__(self, *, run_dir: RunDir, context: RunContext, display: Display, held_out: HeldOutScores) -> None:
         self.saved_step: int | None = None
         """The step that the newest checkpoint holds; None before the first."""
+        self.in_flight: Callable[[int], InFlight | None] = lambda step: None
+        """What the checkpoint of a step keeps of the next batches."""
         self._run_dir = run_dir
         self._policy, self._optimizer = context.policy, context.optimizer
         self._ranks = context.ranks
@@ -49,6 +53,7 @@ class Saver:
                 keep=settings.keep,
                 ranks=self._ranks,
                 protected=self._protected(state.step),
+                batches=self.in_flight(state.step),
                 before_deletion=self.mark_best,
             )
         except OSError as error:

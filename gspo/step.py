@@ -37,9 +37,12 @@ from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, sample_gr
 from gspo.types import Group
 
 
-def collect(context: RunContext, start: RolloutState, *, clock: Clock) -> CollectResult:
-    """Sample a group of completions for each prompt, score them, and keep the groups worth training on."""
-    engine, rollout, version = context.engine, context.config.rollout, context.optimizer.updates
+def collect(context: RunContext, start: RolloutState, *, clock: Clock, version: int | None = None) -> CollectResult:
+    """Sample a group of completions for each prompt, score them, and keep the groups worth training on.
+
+    `version` is that of the weights that the engine samples from; None if they are the learner's current ones."""
+    engine, rollout = context.engine, context.config.rollout
+    version = context.optimizer.updates if version is None else version
     decoded_before = engine.decoded
     keep = partial(keeps_group, context.objective)
     gatherer = Gatherer(

@@ -42,7 +42,7 @@ class Code:
 
 def all_code(config: Config, models: Sequence[Path | str]) -> list[Code]:
     """All code that sampling and scoring with these settings would execute if the models were loaded from `models`."""
-    return [*reward_code(config), *engine_code(config), *model_code(config.model, models)]
+    return [*reward_code(config), *environment_code(config), *engine_code(config), *model_code(config.model, models)]
 
 
 def objective_code(config: Config) -> list[Code]:
@@ -78,6 +78,15 @@ def reward_code(config: Config) -> list[Code]:
             for code in reward_traits(source.spec).foreign_code(source.options):
                 found.append(Code(what=code.what, key=code.key, digest=_digest(Path(code.file)) if code.file else ""))
     return found
+
+
+def environment_code(config: Config) -> list[Code]:
+    """The file of an environment."""
+    file, colon, cls = config.environment.name.rpartition(":")
+    if not colon:
+        return []
+    code = Code(what=f"environment.name imports {file} and uses {cls}", key=f"{file}:{cls}", digest=_digest(Path(file)))
+    return [code, *_imported_code(Path(file), [Path(file).parent, Path.cwd()])]
 
 
 def _imported_code(file: Path, folders: Sequence[Path]) -> Iterator[Code]:

@@ -50,6 +50,56 @@ class Status(StrEnum):
     denominator."""
 
 
+class ConversationEnd(StrEnum):
+    """Why a conversation with an environment ended."""
+
+    DONE = "done"
+    """The environment said so."""
+    TURNS = "turns"
+    """It reached `environment.max_turns`."""
+    TURN_TOKENS = "turn_tokens"
+    """A turn was truncated at `environment.turn_tokens`."""
+    TOKENS = "tokens"
+    """It reached `rollout.max_tokens`, or the next observation would have."""
+    TIME = "time"
+    """The environment's calls took longer than `environment.max_seconds` in all."""
+    FAILED = "failed"
+    """The environment or the machine failed. The completion is unscored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What the model sampled between two observations."""
+
+    start: int
+    """Index of its first token in `Completion.token_ids`."""
+    end: int
+    """Index after its last token."""
+    text: str = ""
+    """What it wrote, without special tokens."""
+    reward: float | None = None
+    """The environment's reward for this turn; `None` if it gave none."""
+    calls: tuple[str, ...] = ()
+    """The names of the tools that it called."""
+    failed_calls: int = 0
+    """Calls that were malformed, or whose arguments or tool raised an error. The model has seen the error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """How a completion came about in which an environment answered the model."""
+
+    turns: tuple[Turn, ...]
+    end: ConversationEnd
+    failure: str | None = None
+    """Why there is no reward, as in `Score.failure`; `None` unless the environment failed."""
+
+    @property
+    def reward(self) -> float:
+        """The sum of its turns' rewards."""
+        return sum(turn.reward for turn in self.turns if turn.reward is not None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One problem, ready to sample from."""
@@ -137,6 +187,8 @@ class Completion:
     result of a tool or the end of its thinking is: they are part of the context, and are not trained on."""
     thinking_cut: bool = False
     """Whether `Sampling.thinking_end` was inserted because the thinking budget was spent."""
+    conversation: Conversation | None = None
+    """Its turns, if an environment answered the model; `None` for a single turn without an environment."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled) in (0, len(self.token_ids))
@@ -166,6 +218,9 @@ class Score:
     """Each reward function's own value; `None` if it abstained or failed."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Keywords by which reward functions explain their values, for example `timeout` from `code_tests`."""
+    step_rewards: tuple[tuple[int, float], ...] = ()
+    """Parts of the reward that belong to a turn or step, in order: the index of its last token among the sampled ones,
+    and the value. They add up to `reward`. Empty if the reward is for the whole completion."""
     failure: str | None = None
     """Why it is unscored, in one line that starts with the kind: `raised: ...`, `timeout: ...`, `not_run: ...` (the
     batch ran out of time), `died: ...` (the worker crashed), `memory: ...`, `invalid: ...`, `abstained: ...`."""

@@ -30,8 +30,8 @@ from gspo.types import Prompt
 # At run time torch is imported only once a command needs it: `gspo --help` and `gspo watch` start without it.
 if TYPE_CHECKING:
     from gspo.evaluation import Estimate, Evaluation
-    from gspo.reward.reward import RewardPool
     from gspo.rollout.engine import Engine
+    from gspo.rollout.gather import Scorer
 
 FRESH = 1000
 """How many problems of a generated task `gspo eval` uses without `--limit`."""
@@ -251,17 +251,22 @@ class _Wanted:
     limit: int | None
 
 
-def _eval_components(config: Config, stack: ExitStack, wanted: _Wanted) -> tuple[Sequence[Prompt], Engine, RewardPool]:
-    from gspo.build import engine_for, policy_for, reward_pool, tokenizer_for
+def _eval_components(config: Config, stack: ExitStack, wanted: _Wanted) -> tuple[Sequence[Prompt], Engine, Scorer]:
+    from gspo.build import engine_for, environment_for, policy_for, reward_pool, tokenizer_for
 
     # Before the model, so that a reward that cannot be loaded is found early.
     rewards = reward_pool(config)
     stack.callback(rewards.close)
     tokenizer = tokenizer_for(config)
     prompts = _unseen_problems(config, tokenizer, wanted)
+    environment = environment_for(config, stack)
+    if environment:
+        prompts = environment.open(prompts, tokenizer)
     policy = policy_for(config, tokenizer, routers=False)
     engine = engine_for(config, policy)
     stack.callback(engine.close)
+    if environment:
+        engine = environment.engine(engine, policy)
     return prompts, engine, rewards
 
 

@@ -82,6 +82,11 @@ def _plan(options: argparse.Namespace, overrides: list[str], cluster: Any) -> An
         raise ConfigError(
             'ranks.sampling_weights: "layers" is not planned for, because it was never tried on a GPU; leave it out'
         )
+    if config.rollout.max_lag:
+        raise ConfigError(
+            "rollout.max_lag: sampling during training is not modeled, so it cannot be planned for; give "
+            "--rollout.max_lag=0"
+        )
     longest = max(section.max_prompt_tokens for section in config.problem_sections.values())
     if options.mean_tokens and options.mean_tokens > config.rollout.max_tokens:
         raise ConfigError(

@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     _check_updates(config)
     _check_model(config)
     _check_rewards(config)
+    _check_environment(config)
     _check_controls(config)
 
 
@@ -101,11 +102,21 @@ def _check_updates(config: Config) -> None:
         )
     if (routing.replay != "off" or routing.balance_loss) and not routing.record:
         raise ConfigError("routing.record: replay and the balance loss need it; set it to true")
-    if config.learner.old_logp == "sampler" and mini_batches == 1:
+    old_logp = config.learner.old_logp
+    # Ratios to a sampler with older weights differ from 1 in a single update, too.
+    matters = old_logp == "sampler" and config.rollout.max_lag
+    if old_logp != "recompute" and mini_batches == 1 and not matters:
         raise ConfigError(
-            'learner.old_logp: "sampler" saves nothing with learner.mini_batches = 1, because one mini-batch is always '
-            'recomputed for comparison; set more mini-batches, or "recompute"'
+            f'learner.old_logp: "{old_logp}" saves nothing with learner.mini_batches = 1, because one mini-batch is '
+            'always recomputed; set more mini-batches, or "recompute"'
         )
+    if old_logp == "interpolate" and not config.rollout.max_lag:
+        raise ConfigError(
+            'learner.old_logp: "interpolate" is between the versions of policies that differ only with '
+            'rollout.max_lag; set that, or "recompute"'
+        )
+    if old_logp != "sampler" and config.learner.allow_mismatch:
+        raise ConfigError(f'learner.allow_mismatch: has no effect with learner.old_logp = "{old_logp}"; leave it out')
     completions = config.rollout.prompts * config.rollout.group_size
     if mini_batches > completions:
         raise ConfigError(
@@ -134,6 +145,8 @@ def _check_model(config: Config) -> None:
 
 
 def _check_demonstrations(config: Config) -> None:
+    if config.environment.name:
+        return  # the environment demonstrates conversations itself
     sources = config.data.sources
     having = [name for name, source in sources.items() if source.solution_field]
     if not having and not any(source.task for source in sources.values()):
@@ -152,7 +165,7 @@ def _check_rewards(config: Config) -> None:
     functions = config.reward.functions
     for key, section in problem_sections(config):
         own = "reward.functions" if section is config.data else f"{key}.reward"
-        if not (functions or section.task or getattr(section, "reward", ())):
+        if not (functions or section.task or config.environment.name or getattr(section, "reward", ())):
             raise ConfigError(f'{own}: name at least one, for example ["math_answer"] or ["my.py:score"]')
     _check_weights("reward.weights", config.reward.weights, functions)
     for name, source in config.data.mix.items():
@@ -161,6 +174,27 @@ def _check_rewards(config: Config) -> None:
     for key in config.reward.options:
         if key not in named:
             raise ConfigError(f"reward.options.{key}: not among reward.functions {list(named)}")
+
+
+def _check_environment(config: Config) -> None:
+    """Check what a conversation with an environment cannot have."""
+    if not config.environment.name:
+        return
+    if config.rollout.max_lag:
+        raise ConfigError("rollout.max_lag: conversations with environment.name cannot be sampled ahead; set it to 0")
+    for key in ("min_tokens", "thinking_budget"):
+        if getattr(config.rollout, key):
+            raise ConfigError(f"rollout.{key}: is not supported for the turns of environment.name; set it to 0")
+    for key, section in problem_sections(config):
+        if getattr(section, "reward", ()):
+            raise ConfigError(f"{key}.reward: not supported with environment.name; use reward.functions")
+        if section.chat != config.data.chat:
+            raise ConfigError(f"{key}.chat: with environment.name it must be the same for all problems")
+    if config.environment.turn_tokens > config.rollout.max_tokens:
+        raise ConfigError(
+            f"environment.turn_tokens: {config.environment.turn_tokens} is more than rollout.max_tokens = "
+            f"{config.rollout.max_tokens}, which limits the whole conversation; lower it"
+        )
 
 
 def _check_weights(key: str, weights: Sequence[float], functions: Sequence[str]) -> None:

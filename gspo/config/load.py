@@ -175,6 +175,11 @@ def anchored(config: Config) -> Config:
         data=dataclasses.replace(anchored_section(data), mix=mix),
         eval=dataclasses.replace(config.eval, sets=sets),
         rollout=dataclasses.replace(config.rollout, engine_options=_anchored_options(config.rollout.engine_options)),
+        environment=dataclasses.replace(
+            config.environment,
+            name=_anchored_function(config.environment.name),
+            options=_anchored_options(config.environment.options),
+        ),
         reward=dataclasses.replace(
             reward,
             functions=tuple(specs[spec] for spec in reward.functions),

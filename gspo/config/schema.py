@@ -153,8 +153,8 @@ class ProblemsConfig:
     split: Annotated[str, OnlyWith("data.hub")] = "train"
     """Split of the hub dataset."""
     task: str = ""
-    """Problems from a generated task: `addition`, `sorting`, `countdown`, `word_problems` or
-    `reasoning_gym:NAME`."""
+    """Problems from a generated task: `addition`, `sorting`, `countdown`, `word_problems`, `calculation`,
+    `secret_number` or `reasoning_gym:NAME`."""
     task_options: Annotated[Mapping[str, Any], OnlyWith("data.task")] = field(default_factory=dict)
     """Options of the generated task, for example `digits = 3`."""
     prompt_field: Annotated[str, NotWith("data.task")] = "prompt"
@@ -261,6 +261,18 @@ class RolloutConfig:
     group to keep: the step then trains on the groups it has, and without any the run stops. A batch that stays short is
     reported."""
 
+    max_lag: NonNegative = 0
+    """Training steps by which the weights that sample a batch may be older than those that train on it. `0` samples
+    and trains in turns. With `k`, sampling runs in a process of its own at the same time as training: the batch of step
+    t is always sampled from the weights after step t - 1 - k, or from the first ones, whatever takes longer
+    (docs/asynchronous.md)."""
+    sampler_device: Annotated[str, OnlyWith("rollout.max_lag")] = ""
+    """Device of the sampling process, for example `cuda:1`. If empty, the learner's device (`model.device`), which then
+    holds two copies of the weights."""
+    sampler_timeout_s: Annotated[Positive, OnlyWith("rollout.max_lag")] = 1800.0
+    """How long the sampling process may take to load the model, or to sample the completions of one call, in seconds,
+    before the run saves a checkpoint and stops."""
+
     @functools.cached_property
     def sampling(self) -> Sampling:
         """Sampling parameters, for training and evaluation alike."""
@@ -274,6 +286,42 @@ class RolloutConfig:
             thinking_budget=self.thinking_budget,
             thinking_end=self.thinking_end,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    name: str = ""
+    """Environment that answers the model, for conversations of several turns: a built-in by name
+    (docs/environments.md), or your own class as `file.py:Class`. If empty, a completion is a single turn."""
+    options: Annotated[Mapping[str, Any], OnlyWith("environment.name")] = field(default_factory=dict)
+    """Keyword arguments of the environment's class."""
+    max_turns: Annotated[int, Range(low=1), OnlyWith("environment.name")] = 8
+    """Maximum number of turns of the model in a conversation."""
+    turn_tokens: Annotated[int, Range(low=0), OnlyWith("environment.name")] = 0
+    """Maximum number of tokens that the model samples in a turn. `0` leaves only the limit on the whole conversation,
+    `rollout.max_tokens`, which counts the tokens of observations, too."""
+    tool_format: Annotated[Literal["auto", "hermes", "llama", "gpt_oss", "call"], OnlyWith("environment.name")] = "auto"
+    """How the model writes tool calls: `hermes` (`<tool_call>` with JSON: Qwen, Hermes), `llama` (a JSON object),
+    `gpt_oss` (harmony channels) or `call` (`name(text)`, for tiny models). `auto` takes it from the chat template."""
+    rewritten_history: Annotated[Literal["refuse", "verbatim"], OnlyWith("environment.name")] = "refuse"
+    """What to do if the chat template would change what the model wrote in earlier turns, for example drop its
+    thinking. `refuse` stops the run before training. `verbatim` continues each conversation with the sampled tokens
+    as they are; a server that applies the template would show the model something else."""
+    processes: Annotated[int, Range(low=1), OnlyWith("environment.name")] = 8
+    """Maximum number of calls of the environment that are answered at the same time. Every conversation has a process
+    of its own."""
+    timeout_s: Annotated[float, Range(low=0, exclusive=True), OnlyWith("environment.name")] = 60.0
+    """Timeout of one call of the environment, in seconds. The process is killed and the completion is unscored."""
+    max_seconds: Annotated[float, Range(low=0, exclusive=True), OnlyWith("environment.name")] = 600.0
+    """Limit on the time that all calls of a conversation take together, in seconds. The conversation ends and keeps
+    the rewards that it has."""
+    patience_s: Annotated[float, Range(low=0), OnlyWith("environment.name")] = 2.0
+    """How long the others wait for a call of the environment, in seconds. Conversations whose calls take longer join a
+    later round of sampling, so a slow tool does not stall the others. Which round a conversation is in changes nothing
+    but rounding."""
+    memory_mb: Annotated[int, Range(low=0), OnlyWith("environment.name")] = 1024
+    """Memory limit of a conversation's process, in MB, in addition to what loading the environment took. `0` disables
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,11 +406,14 @@ class LearnerConfig:
     """AdamW's weight decay."""
     max_grad_norm: Positive = 1.0
     """Gradient clipping: a larger gradient norm is scaled down to this value."""
-    old_logp: Literal["recompute", "sampler"] = "recompute"
-    """Source of the old log-probs. `recompute` runs a learner forward pass. `sampler` reuses the engine's and saves
-    that pass for all but one mini-batch; the run stops if the two differ by more than the clip range
-    (`learner.allow_mismatch`)."""
-    allow_mismatch: Annotated[bool, NotWith("learner.old_logp", "recompute")] = False
+    old_logp: Literal["recompute", "sampler", "interpolate"] = "recompute"
+    """Source of the old log-probs, from which ratios start. `recompute` runs a learner forward pass: the learner's
+    policy before the first update of the batch. `sampler` reuses the engine's and saves that pass for all but one
+    mini-batch; the run stops if the two differ by more than the clip range (`learner.allow_mismatch`), unless the
+    weights that sampled are older (`rollout.max_lag`). `interpolate`, with `rollout.max_lag`, saves the pass as well:
+    it estimates the policy of `recompute` from the sampler's log-probs and the current ones, by their versions (A-3PO,
+    arXiv:2512.06547)."""
+    allow_mismatch: bool = False
     """With `old_logp = "sampler"`: continue although the engine's log-probs differ from the learner's by more than the
     clip range, with a warning. Rounding then decides much of what is clipped."""
     spike: NonNegativeFloat = 8.0
@@ -483,6 +534,7 @@ class Config:
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)

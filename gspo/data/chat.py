@@ -15,6 +15,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,11 +45,14 @@ def render(content: str | Messages, tokenizer: Any, *, chat: Chat) -> Rendered:
     return rendered
 
 
-def render_all(contents: Sequence[str | Messages], tokenizer: Any, *, chat: Chat) -> list[Rendered | DataError]:
+def render_all(
+    contents: Sequence[str | Messages], tokenizer: Any, *, chat: Chat, tools: Sequence[dict[str, Any]] = ()
+) -> list[Rendered | DataError]:
     """`render` for many prompts in a few tokenizer calls. If the template refuses a prompt, its result is the error.
+    `tools` are the schemas of what the model may call.
 
     A run calls this before any other code that runs the model's template, so the limits apply here."""
-    return _render(contents, tokenizer, chat, _templated_in_child)
+    return _render(contents, tokenizer, chat, partial(_templated_in_child, tools=tools))
 
 
 def check_template(tokenizer: Any, *, chat: Chat) -> None:
@@ -124,9 +128,10 @@ def _templated(chats: list[Messages], tokenizer: Any) -> Templated:
     return [_one(chat, tokenizer) for chat in chats]
 
 
-def _one(chat: Messages, tokenizer: Any) -> str | DataError:
+def _one(chat: Messages, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> str | DataError:
+    options = {"tools": list(tools)} if tools else {}
     try:
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
     except MemoryError:
         return DataError(f"the chat template takes more than {MOST_MEMORY >> 20} MB of memory for it")
     except TemplateSyntaxError as error:
@@ -136,7 +141,7 @@ def _one(chat: Messages, tokenizer: Any) -> str | DataError:
     return text if len(text) <= LONGEST else DataError(f"the chat template makes {len(text)} characters of it")
 
 
-def _templated_in_child(chats: list[Messages], tokenizer: Any) -> Templated:
+def _templated_in_child(chats: list[Messages], tokenizer: Any, tools: Sequence[dict[str, Any]]) -> Templated:
     """The same in a child process, which the kernel kills if one chat exceeds a limit."""
     if not chats:
         return []
@@ -145,7 +150,7 @@ def _templated_in_child(chats: list[Messages], tokenizer: Any) -> Templated:
     child = os.fork()
     if not child:
         os.close(read)
-        _render_as_child(chats, tokenizer, write)
+        _render_as_child(chats, tokenizer, tools, write)
     # Otherwise reading the lines would never end: this process would hold a writing end itself.
     os.close(write)
     try:
@@ -161,7 +166,7 @@ def _templated_in_child(chats: list[Messages], tokenizer: Any) -> Templated:
     return [DataError(text) if failed else text for failed, text in rendered]
 
 
-def _render_as_child(chats: list[Messages], tokenizer: Any, write: int) -> None:
+def _render_as_child(chats: list[Messages], tokenizer: Any, tools: Sequence[dict[str, Any]], write: int) -> None:
     """Write a line for each chat as soon as it is rendered; never returns."""
     try:
         # The trainer's handlers only set a flag; the child must end at once.
@@ -174,7 +179,7 @@ def _render_as_child(chats: list[Messages], tokenizer: Any, write: int) -> None:
             for chat in chats:
                 # The limit counts the whole process, so it is raised before each chat.
                 _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + MOST_SECONDS)
-                done = _one(chat, tokenizer)
+                done = _one(chat, tokenizer, tools)
                 out.write(json.dumps([isinstance(done, DataError), str(done)]) + "\n")
                 out.flush()
     finally:

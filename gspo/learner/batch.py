@@ -10,7 +10,11 @@ The old policy's log-probs are the denominator of importance ratios. `learner.ol
     sampler     the engine's log-probs, which saves that forward. The GSPO paper suggests it, because sequence ratios
                 tolerate more noise. The learner still computes the first mini-batch, to measure the mismatch. Engine
                 noise that exceeds the clip range before any update is an error, or with `learner.allow_mismatch` a
-                warning, never silently trained on. The old policy's experts of an MoE model are the engine's.
+                warning, never silently trained on. The old policy's experts of an MoE model are the engine's. With
+                `rollout.max_lag`, ratios start from the older weights that sampled; there is no noise to measure then.
+    interpolate an estimate of `recompute`, without a forward before training. The training forwards of the first
+                optimizer step give its old log-probs. In later ones, log pi_old is between the sampler's log-prob and
+                the current one, by the versions of the three policies (A-3PO, arXiv:2512.06547).
 
 A completion whose advantages are all exactly 0 (most often one of a uniform group) has no gradient. No forward computes
 it, unless the objective or the balance loss needs it. It stays in its update and in every denominator.
@@ -64,6 +68,10 @@ class OldLogprobs:
     """At which tokens the learner has computed these two."""
     by_training: bool = False
     """Whether the training forwards of the first optimizer step fill in its tokens."""
+    age_N: Tensor | None = None
+    """With interpolation: how many updates before the old policy the one was that sampled each token."""
+    version: int = 0
+    """The version of the old policy."""
     noise: Noise | None = None
     """With the engine's log-probs as the old ones: the noise that they add to ratios, in the first mini-batch."""
     excess: str = ""
@@ -74,6 +82,17 @@ class OldLogprobs:
         self.logp_N[at_N] = logp_N.detach()
         self.entropy_N[at_N] = entropy_N.detach()
         self.computed_N[at_N] = True
+
+    def interpolate(self, at_N: Tensor, logp_N: Tensor, version: int) -> None:
+        """Estimate the values of some tokens from those of the policy of this version.
+
+        log pi_old = log mu + a (log pi - log mu), where a is the share of the updates from mu to pi that lie before
+        pi_old (arXiv:2512.06547)."""
+        assert self.age_N is not None
+        age_N, since = self.age_N[at_N], version - self.version
+        share_N = age_N / (age_N + since) if since else torch.ones_like(age_N)
+        sampler_N = self.logp_sampler_N[at_N]
+        self.logp_N[at_N] = sampler_N + share_N * (logp_N.detach() - sampler_N)
 
     def exchange(self, ranks: Ranks, own_at_N: Tensor, at_N: Tensor) -> None:
         """Get the values of the tokens `at_N`, of which this rank has filled in `own_at_N`, from all ranks."""
@@ -126,7 +145,7 @@ def prepare_batch(
     plan = plan_batch(context, samples, step, uncomputed)
     routing = batch_routing(context.policy, config.routing, plan, [s.completion.routes for s in samples], context.ranks)
     logp_ref_N = _reference_logprobs(context, plan) if context.reference else None
-    old = _old_logprobs(context, plan, tokens, routing, complete=complete)
+    old = _old_logprobs(context, plan, tokens, routing, _ages(context, samples), complete=complete)
     tokens = replace(tokens, logp_N=old.logp_N, logp_old_N=old.logp_N, logp_ref_N=logp_ref_N)
     reward_B, advantage_N = token_advantages(context.objective, tokens, samples)
     return TrainBatch(
@@ -167,7 +186,23 @@ def _packed_tokens(context: LearnContext, samples: Sequence[TrainSample]) -> Tok
         logp_sampler_N=sampler_N,
         advantage_N=unknown_N,
         sequences=Sequences(sequence_N.to(device), len(samples)),
+        turn_N=_turns(samples, device),
     )
+
+
+def _turns(samples: Sequence[TrainSample], device: torch.device) -> Tensor | None:
+    """The turn of each sampled token; None if no completion has turns."""
+    if not any(s.completion.conversation for s in samples):
+        return None
+    numbers: list[int] = []
+    for sample in samples:
+        completion = sample.completion
+        before = len(numbers)
+        for number, turn in enumerate(completion.conversation.turns if completion.conversation else ()):
+            own = completion.sampled[turn.start : turn.end]
+            numbers += [number] * (sum(own) if completion.sampled else turn.end - turn.start)
+        numbers += [0] * (before + completion.sampled_count - len(numbers))
+    return torch.tensor(numbers, device=device)
 
 
 def _computes_all(context: LearnContext) -> bool:
@@ -299,15 +334,23 @@ def _only_rounding(context: LearnContext, samples: Sequence[TrainSample]) -> boo
 # ---- old log-probs
 
 
+def _ages(context: LearnContext, samples: Sequence[TrainSample]) -> Tensor:
+    """How many updates ago each completion was sampled."""
+    return torch.tensor([float(context.optimizer.updates - s.completion.version) for s in samples])
+
+
 def _old_logprobs(
-    context: LearnContext, plan: Plan, tokens: Tokens, routing: RoutingReplay, *, complete: bool
+    context: LearnContext, plan: Plan, tokens: Tokens, routing: RoutingReplay, age_B: Tensor, *, complete: bool
 ) -> OldLogprobs:
     policy, sampler_N = context.policy, tokens.logp_sampler_N
     assert sampler_N is not None
     if context.config.learner.old_logp == "sampler":
-        return _from_sampler(context, plan, sampler_N, routing)
-    by_training = not complete and routing.repeats and not _needs_old_logprobs(context.objective)
-    before = plan.part(range(1, len(plan.updates))) if by_training else plan
+        return _from_sampler(context, plan, sampler_N, routing, current=not age_B.any())
+    by_training = not complete and routing.repeats and not needs_old_logprobs(context.objective)
+    interpolated = context.config.learner.old_logp == "interpolate"
+    # The first optimizer step has the old weights, later ones may be interpolated.
+    needed = [i for i in range(len(plan.updates)) if complete or not (by_training if i == 0 else interpolated)]
+    before = plan.part(needed)
     logp_N, entropy_N = plan_logprobs(
         policy.model,
         before,
@@ -316,8 +359,10 @@ def _old_logprobs(
         routed=routing.old,
         ranks=context.ranks,
     )
-    computed_N = before.computed_N.to(policy.device)
-    logp_N = torch.where(computed_N, logp_N, torch.nan)
+    logp_N = torch.where(before.computed_N.to(policy.device), logp_N, torch.nan)
+    # With `complete`, other objectives need all of them, but those of later steps are interpolated when it trains.
+    exact = plan.part(needed[:1]) if interpolated else before
+    computed_N = exact.computed_N.to(policy.device)
     return OldLogprobs(
         logp_N=logp_N,
         logp_sampler_N=sampler_N,
@@ -325,17 +370,21 @@ def _old_logprobs(
         entropy_N=entropy_N,
         computed_N=computed_N,
         by_training=by_training,
+        age_N=tokens.sequences.expand(age_B.to(policy.device)) if interpolated else None,
+        version=context.optimizer.updates,
     )
 
 
-def _needs_old_logprobs(objective: Objective) -> bool:
+def needs_old_logprobs(objective: Objective) -> bool:
     """Whether an objective uses old log-probs before the training forwards: to select tokens, or for advantages."""
     return objective.trust_region.selects_tokens or bool(objective.kl and objective.kl_in == "reward")
 
 
-def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor, routing: RoutingReplay) -> OldLogprobs:
+def _from_sampler(
+    context: LearnContext, plan: Plan, sampler_N: Tensor, routing: RoutingReplay, *, current: bool
+) -> OldLogprobs:
     """Old log-probs from the engine. Raises `MismatchError` if they are too far from the learner's, unless
-    `learner.allow_mismatch` is set."""
+    `learner.allow_mismatch` is set, or older weights than the current ones explain it."""
     policy, temperature = context.policy, context.config.rollout.temperature
     # One mini-batch is a sample of the mismatch; all of them would cost the forward that this setting saves.
     first = plan.part([i for i, chosen in enumerate(plan.computed_ids) if chosen][:1])
@@ -352,7 +401,7 @@ def _from_sampler(context: LearnContext, plan: Plan, sampler_N: Tensor, routing:
         sequences=Sequences(plan.sequence_N.to(policy.device)[computed_N], len(plan.sequences)),
     )
     noise, excess = None, ""
-    if first.updates:
+    if first.updates and current:
         noise = rounding_noise(context.objective, tokens.sequences, tokens.logp_N - tokens.logp_old_N)
         excess = _excess_mismatch(context.objective, tokens)
     if excess and not context.config.learner.allow_mismatch:

@@ -9,6 +9,8 @@
                                                         (several ranks: trainer/, with a file of each rank's shards)
       trainer.json                                      `TrainerState`: step, rollout state, counters, file offsets
       difficulty.tensors                                measured pass rates, with data.sampling = "difficulty"
+      in_flight.json, weights-NNNNNN.tensors            the batches of the next steps, with rollout.max_lag
+                                                        (`rollout/in_flight.py`)
       manifest.json                                     size and SHA-256 of every other file
 
 Invariant: a checkpoint is written to `.tmp-*`, read back, flushed to disk and renamed into place, so a directory
@@ -46,7 +48,9 @@ from gspo.model import adapter
 from gspo.model.load import Policy
 from gspo.model.sharding import full, is_sharded
 from gspo.ranks.group import ONE, Ranks
+from gspo.rollout import in_flight
 from gspo.rollout.gather import RolloutState
+from gspo.rollout.in_flight import InFlight
 
 TRAINER = "trainer.tensors"
 SHARDS = "trainer"
@@ -62,8 +66,7 @@ _LEFT_OVER = re.compile(r"\.tmp-(old-)?[0-9]{6,18}")
 class TrainerState:
     """The state of a run after a step. With weights and moments, it is all that resuming needs.
 
-    `step`, `updates` and the rest say how far learning has come. Sampling may be ahead of it by the batches in flight.
-    They are not saved: a resume collects them again."""
+    `step`, `updates` and the rest say how far learning has come. Sampling may be ahead (`rollout/in_flight.py`)."""
 
     step: int = 0
     """Steps finished. Each trained on one batch."""
@@ -106,10 +109,11 @@ def save(
     keep: int,
     ranks: Ranks = ONE,
     protected: Collection[int] = (),
+    batches: InFlight | None = None,
     before_deletion: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write `folder/STEP`, then delete all but the newest `keep` checkpoints and those of `protected` steps. `0` keeps
-    all. `before_deletion` is called once the new checkpoint is in place."""
+    all. `batches` are those of the next steps. `before_deletion` is called once the new checkpoint is in place."""
     # Whole tensors, of all ranks, before anything that can fail on the leader alone, such as a full disk.
     weights = gather_weights(policy, ranks)
     # A saved NaN would make every later resume worthless, and retention would delete the good checkpoints.
@@ -126,7 +130,7 @@ def save(
         raise FileExistsError(f"{target} exists and is not a checkpoint; move it away")
     _delete_leftover(partial)
     try:
-        _write(partial, policy, weights, optimizer, state, ranks)
+        _write(partial, policy, weights, optimizer, state, ranks, batches)
     # Ctrl-C must not leave a partial save behind either.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -162,6 +166,7 @@ def _write(
     optimizer: Optimizer,
     state: TrainerState,
     ranks: Ranks,
+    batches: InFlight | None,
 ) -> None:
     save_model(policy, partial, weights)
     if ranks.several:
@@ -171,6 +176,8 @@ def _write(
         if not ranks.several:
             save_file({name: tensor.contiguous() for name, tensor in optimizer.state().items()}, partial / TRAINER)
         state_validation.save_difficulty(state.rollout.difficulty, partial)
+        if batches is not None:
+            in_flight.save(partial, batches)
     _write_json(partial / "trainer.json", _json_fields(state))
     with _disk_errors():
         _read_back(partial, policy)
@@ -333,7 +340,7 @@ def newest(
     Those of `abandoned` steps, and of steps after `last`, are passed over without one."""
     complaints: list[str] = []
     for path in reversed([p for p in saved(folder) if last is None or int(p.name) <= last]):
-        complaint = damage(path) or state_validation.fault_in(path)
+        complaint = damage(path) or state_validation.fault_in(path) or in_flight_fault(path)
         if complaint is None and abandoned(read_state(path)):
             continue
         complaint = complaint or unfit(read_state(path))
@@ -342,6 +349,20 @@ def newest(
         complaints.append(f"{path.name}: {complaint}")
     reasons = "; ".join(complaints) or "the directory is empty"
     raise CheckpointError(f"{folder}: no intact checkpoint to resume from: {reasons}; start a new run")
+
+
+def read_in_flight(path: Path) -> InFlight | None:
+    """What an intact checkpoint has kept of the batches of the next steps; None if nothing."""
+    return in_flight.read(path, int(path.name))
+
+
+def in_flight_fault(path: Path) -> str | None:
+    """Why the batches that a checkpoint has kept cannot be used, or None."""
+    try:
+        read_in_flight(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def newest_of(run: Path) -> Path | None:

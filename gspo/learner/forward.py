@@ -212,6 +212,8 @@ def training_forward(
             logp_N, entropy_N = gather_logprobs(micro, context.ranks.context, logp_N, entropy_N)
         if is_old:
             batch.old.fill(micro.at_N, logp_N, entropy_N)
+        elif batch.old.age_N is not None:
+            batch.old.interpolate(micro.at_N, logp_N, context.optimizer.updates)
         yield TrainForward(
             logp_N=logp_N,
             entropy_N=entropy_N,

@@ -265,12 +265,43 @@ def token_advantages(objective: Objective, tokens: Tokens, samples: Sequence[Tra
         # Such a rule subtracts the penalty itself, token by token, so it gets the reward without the penalty.
         return reward_B, objective.advantage.per_token(shaped_B, penalty_N, sequences).float()
     groups = [s.group for s in samples]
+    if objective.credit == "steps" and any(s.score.step_rewards for s in samples):
+        return reward_B, step_advantages(objective.advantage, reward_B, sequences, samples).to(penalty_N)
     if objective.normalize == "separate":
         parts_BK = [list(s.score.parts.values()) for s in samples]
         advantage_B = apply_rule(objective.advantage, parts_BK, groups, objective.reward_weights).float()
     else:
         advantage_B = apply_rule(objective.advantage, reward_B, groups).float()
     return reward_B, sequences.expand(advantage_B.to(penalty_N.device))
+
+
+def step_advantages(
+    rule: AdvantageRule, reward_B: Tensor, sequences: Sequences, samples: Sequence[TrainSample]
+) -> Tensor:
+    """A_t = sum of the normalized step rewards from t on, each normalized by the rule among all step rewards of its
+    group (arXiv:2402.03300, section 4.1.3). A completion without step rewards has one, at its last token.
+
+    What the shaped reward differs by from the sum of its steps belongs to the last step. The tokens of a sequence must
+    be contiguous and in order."""
+    lengths = sequences.length_B.long().tolist()
+    value_S: list[float] = []
+    group_S: list[int] = []
+    place_S: list[tuple[int, int]] = []
+    for b, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        steps = sample.score.step_rewards or ((length - 1, 0.0),)
+        rest = float(reward_B[b]) - sum(value for _, value in steps)
+        for number, (at, value) in enumerate(steps):
+            value_S.append(value + (rest if number == len(steps) - 1 else 0.0))
+            group_S.append(sample.group)
+            place_S.append((b, at))
+    advantage_S = apply_rule(rule, value_S, group_S).double().tolist()
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    advantage_N = torch.zeros(starts[-1], dtype=torch.float64)
+    for (b, at), advantage in zip(place_S, advantage_S, strict=True):
+        advantage_N[starts[b] : starts[b] + at + 1] += advantage
+    return advantage_N
 
 
 def _as_tensor(

@@ -91,12 +91,13 @@ def policy_loss(
     entropy: Tensor | None = None,
     weights: Tensor | None = None,
     selected: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> PolicyLoss:
     """Compute the loss of padded tensors: log-probs `[B, T]`, advantages `[B]` or `[B, T]`, a bool mask `[B, T]`.
 
     The loss is computed in the precision of the inputs, at least float32. Without `weights` the tensors are the whole
     optimizer step. A micro-batch of a larger step passes its rows of `token_weights`, and of `select_tokens` for
-    objectives that select tokens.
+    objectives that select tokens. `turn`: the number `[B, T]` of each token's turn in a conversation, for `gspo_turn`.
     """
     objective = _resolve(objective)
     mask = _bool_mask(mask)
@@ -112,6 +113,8 @@ def policy_loss(
         entropy=entropy,
         selected=selected,
     )
+    if turn is not None:
+        tokens = replace(tokens, turn_N=_at("turn", turn, mask).long())
     _check_inputs(objective, tokens)
     weight_BT = token_weights(objective, mask) if weights is None else weights
     weight_N = _at("weights", weight_BT, mask).to(tokens.logp_N.dtype)
@@ -212,7 +215,8 @@ def _doubtful_inputs(objective: Objective, tokens: Tokens) -> Iterator[str]:
             " has its KL penalty in the reward, so policy_loss adds none; "
             "subtract kl * sum(log pi - log pi_ref) from the rewards, or set kl_in=loss"
         )
-    uncorrected = objective.clips_sequences and objective.mismatch == "none" and tokens.logp_sampler_N is not None
+    means = objective.clips_sequences or objective.ratio.length_normalized
+    uncorrected = means and objective.mismatch == "none" and tokens.logp_sampler_N is not None
     if uncorrected and torch.equal(tokens.logp_behavior_N, tokens.logp_old_N):
         yield (
             ": logp_old is the sampler's, so engine numerics count as policy movement and can exceed the clip range "

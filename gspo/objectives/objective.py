@@ -60,6 +60,11 @@ class Objective:
     """How several reward functions are compared within a group: by the weighted `sum` of their values, or each function
     `separate`ly, as in GDPO (arXiv:2601.05242). Then the advantage is the weighted sum of each function's own
     advantages, divided by its standard deviation over the batch."""
+    credit: str = "completion"
+    """Which tokens a reward counts for. `completion`: all of them. `steps`: rewards of turns or marked steps count for
+    the tokens up to their step, as in GRPO with process supervision (arXiv:2402.03300, section 4.1.3): the group's step
+    rewards are compared with each other, and the advantage of a token is the sum of those from there on. Without step
+    rewards it is the same as `completion`."""
     overlong_limit: int | None = None
     """L_max of the soft penalty; by default the token limit of a completion."""
     overlong_cache: int | None = None
@@ -133,7 +138,8 @@ class Objective:
     def usual_range(self) -> UsualRange | None:
         """Sensible clip ranges; `None` without a clip range."""
         usual = self.trust_region.usual_range
-        if usual is None or not self.clips_sequences or self.trust_region.clips_log_ratio:
+        means = self.clips_sequences or self.ratio.length_normalized
+        if usual is None or not means or self.trust_region.clips_log_ratio:
             return usual
         # Without 1/T the ratio of a completion grows with its length, and no range is usual for it.
         return SEQUENCE_RANGE if self.ratio.length_normalized else None
@@ -221,6 +227,10 @@ def _refusals(objective: Objective) -> dict[str, str]:
     if objective.advantage.scope == "external":
         reason = "its advantages come from outside, so it sees no rewards and no groups"
         refused |= dict.fromkeys(("keep", "shape", "normalize", "overlong_limit", "overlong_cache"), reason)
+    if objective.advantage_per == "sequence":
+        refused["credit"] = "it has one advantage per completion; use gspo_token or gspo_turn"
+    elif objective.advantage.scope != "group":
+        refused["credit"] = "it compares step rewards within a group, and this objective has no groups"
     if objective.advantage.scope == "batch":
         refused["normalize"] = "it compares completions across the batch, and separate rewards are compared in groups"
     return refused
@@ -268,6 +278,7 @@ def _check(objective: Objective) -> None:
     choices = {
         "keep": ("all", "mixed"),
         "normalize": ("sum", "separate"),
+        "credit": ("completion", "steps"),
         "kl_in": ("loss", "reward"),
         "kl_estimator": (None, *KL_ESTIMATORS),
         "mismatch": tuple(MISMATCH_BOUNDS),
@@ -353,6 +364,11 @@ def _check_rewards(objective: Objective) -> None:
 def _check_separate(objective: Objective) -> None:
     """Penalties are parts of the summed reward. Without a sum there is nothing that they could be added to."""
     no_sum = f"objective {objective.name!r}: normalize=separate has no summed reward to subtract"
+    if objective.credit == "steps":
+        raise ConfigError(
+            f"objective {objective.name!r}: normalize=separate compares the functions' values for whole completions; "
+            'set credit="completion"'
+        )
     if "soft_overlong" in objective.shape:
         raise ConfigError(
             f'{no_sum} the length penalty from; set shape="none" or "overlong_filter", and give a penalty as a reward '
@@ -381,7 +397,8 @@ def _unusual_settings(objective: Objective) -> Iterator[str]:
     usual, clip_range = objective.usual_range, objective.trust_region.clip_range
     if usual and clip_range:
         low, high = clip_range
-        ratio = "a sequence ratio" if objective.clips_sequences else "a token ratio"
+        means = objective.clips_sequences or objective.ratio.length_normalized
+        ratio = "a sequence ratio" if means else "a token ratio"
         if max(low, high) >= usual.too_wide_from:
             yield (
                 f"clip range {low:g}/{high:g} is so wide for {ratio} that it hardly ever clips; "

@@ -131,6 +131,22 @@ class SequenceRatio(Ratio):
 
 
 @dataclass(frozen=True)
+class TurnRatio(Ratio):
+    """s_k = exp(mean_t log pi/pi_old) over the tokens t of turn k, one ratio for each turn of a conversation. Without
+    turns it is the ratio of the completion."""
+
+    @property
+    def length_normalized(self) -> bool:
+        return True
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        log_ratio_N = (tokens.logp_N - tokens.logp_old_N).detach()
+        turns = tokens.turns
+        log_s = turns.mean(log_ratio_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return with_gradient_of(turns.expand(log_s), tokens.logp_N)
+
+
+@dataclass(frozen=True)
 class ProductRatio(SequenceRatio):
     """W = prod_t pi/pi_old, the exact ratio of the whole completion (`length_norm` can change that). With
     `denominator = "sampler"` it is prod_t (pi/pi_old) min(pi_old/mu, sampler_cap)."""

@@ -73,10 +73,12 @@ class Tokens:
     entropy_N: Tensor | None = None
     selected_N: Tensor | None = None
     """Tokens selected over the whole optimizer step, for objectives that select tokens."""
+    turn_N: Tensor | None = None
+    """Number of the token's turn within its sequence; None if every sequence is a single turn."""
 
     def __post_init__(self) -> None:
         shape = self.logp_N.shape
-        for name in ("logp_old_N", "advantage_N", "logp_sampler_N", "logp_ref_N", "entropy_N", "selected_N"):
+        for name in ("logp_old_N", "advantage_N", "logp_sampler_N", "logp_ref_N", "entropy_N", "selected_N", "turn_N"):
             value = getattr(self, name)
             assert value is None or value.shape == shape, f"{name}: {tuple(value.shape)}, not {tuple(shape)}"
 
@@ -84,6 +86,14 @@ class Tokens:
         """Some of the tokens; the sequences keep their numbers."""
         values: dict[str, Any] = {k: v[at_N] for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **values, sequences=replace(self.sequences, index_N=self.sequences.index_N[at_N]))
+
+    @property
+    def turns(self) -> Sequences:
+        """The tokens by turn: what `sequences` is for whole sequences."""
+        if self.turn_N is None or not len(self.turn_N):
+            return self.sequences
+        width = int(self.turn_N.max()) + 1
+        return Sequences(self.sequences.index_N * width + self.turn_N, self.sequences.count * width)
 
     @property
     def logp_behavior_N(self) -> Tensor:

@@ -37,6 +37,7 @@ from gspo.objectives.ratio import (
     ProductRatio,
     Ratio,
     SequenceRatio,
+    TurnRatio,
     none,
     prefix_minimum,
     token,
@@ -86,7 +87,9 @@ TABLE: dict[str, Objective] = {
     # GSPO's range was chosen for long completions of a large model. Shorter completions need a wider one.
     "gspo": row("2507.18071", z_score, SequenceRatio(), Clip(3e-4, 4e-4), sequence_mean, advantage_per="sequence"),
     # The same value and gradient as gspo, unless the advantage differs between the tokens of a completion.
-    "gspo_token": row("2507.18071", z_score, SequenceRatio(), Clip(3e-4, 4e-4), sequence_mean),
+    "gspo_token": row("2507.18071", z_score, SequenceRatio(), Clip(3e-4, 4e-4), sequence_mean, credit="steps"),
+    # One ratio per turn of a conversation, between GSPO's one per completion and GRPO's one per token.
+    "gspo_turn": row("2511.20718", z_score, TurnRatio(), Clip(3e-4, 4e-4), sequence_mean, credit="steps"),
     "luspo": row("2602.05261", z_score, SequenceRatio(), Clip(2e-3, 2.5e-3), sequence_sum, advantage_per="sequence"),
     # The gradient of the product of all ratios is a sum over tokens, so FSPO does not divide by the length.
     "fspo": row("2509.09177", z_score, SequenceRatio("none"), LengthBand(), sequence_sum, advantage_per="sequence"),

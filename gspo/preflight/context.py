@@ -14,6 +14,8 @@ import torch
 
 from gspo.config import Config
 from gspo.data.problems import Problems
+from gspo.environment.rewards import ConversationRewards
+from gspo.environment.setup import RunEnvironment
 from gspo.model.lm_head import lm_head
 from gspo.model.load import Policy
 from gspo.model.packed_forward import supports_packing
@@ -54,7 +56,9 @@ class PreflightContext:
     skeleton: Any = None
     """The model without its weights: shapes, names, stop tokens."""
     problems: Problems | None = None
-    rewards: RewardPool | None = None
+    environment: RunEnvironment | None = None
+    """None without `environment.name`, too."""
+    rewards: RewardPool | ConversationRewards | None = None
     policy: Policy | None = None
     engine: Engine | None = None
     groups: list[Group] | None = None

@@ -16,7 +16,19 @@ from gspo.build import with_dtype
 from gspo.config import find_recipe, override, read_toml
 from gspo.errors import GspoError
 from gspo.objectives.objective import ObjectiveWarning
-from gspo.preflight import data, disk, memory_check, model, ratio, rewards, sampling, settings, step_time, tokens
+from gspo.preflight import (
+    data,
+    disk,
+    environment,
+    memory_check,
+    model,
+    ratio,
+    rewards,
+    sampling,
+    settings,
+    step_time,
+    tokens,
+)
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, warning
 from gspo.reward.function import RewardWarning, describe
@@ -56,6 +68,7 @@ CHECKS = (
     Check(name="tokenizer", run=tokens.check_tokenizer),
     Check(name="model files", run=model.check_files, needs=("tokenizer",)),
     Check(name="data", run=data.check_data),
+    Check(name="environment", run=environment.check_environment, needs=("tokenizer", "problems")),
     Check(name="prompt lengths", run=data.check_lengths, needs=("tokenizer", "problems")),
     Check(name="chat template", run=tokens.check_template, needs=("tokenizer",)),
     Check(name="stop tokens", run=tokens.check_ends, needs=("tokenizer", "skeleton")),

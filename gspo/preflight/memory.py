@@ -5,9 +5,10 @@ In: a `Workload`. Out: an `Estimate` in bytes. Invariant: it is for the largest 
 a weight, n the number of weights.
 
 Held for the whole run: weights b n, optimizer 8 n (two float32 moments), masters 4 n for weights in lower precision
-than float32, and a second copy of the weights with a KL penalty. With LoRA all but the first count the adapters'
-weights only, there is no second copy, and weights in NF4 take 4.127 bits each. Of N ranks, each holds one part in N.
-On top of that comes the largest of
+than float32, and a second copy of the weights with a KL penalty. With `rollout.max_lag`, the sampling process has
+another copy, and samples during training. With LoRA all but the first count the adapters' weights only, there is no
+second copy, and weights in NF4 take 4.127 bits each. Of N ranks, each holds one part in N. On top of that comes the
+largest of
 
 - training, on the largest possible micro-batch: gradients 4 n (always float32), activations, LM head;
 - the optimizer step: gradients 4 n, and on a GPU 4 n for temporaries;
@@ -159,6 +160,11 @@ def estimate(workload: Workload) -> Estimate:
         held.append(own("float32 masters", 4 * t, f"4 bytes {each}"))
     if workload.kl and not workload.config.model.lora.rank:
         held.append(own("reference model", weights.bytes, "a second copy of the weights, for objective.kl"))
+    rollout = workload.config.rollout
+    if rollout.max_lag and rollout.sampler_device in ("", workload.config.model.device):
+        how = "its copy of the weights, for rollout.max_lag"
+        held.append(MemoryUse(name="sampling process", bytes=weights.bytes, how=how))
+        held += _sampling(workload, total(held))  # at the same time as training
     temporary = own("temporaries", 4 * t, f"4 bytes {each}")
     return Estimate(
         held=tuple(held),

@@ -90,6 +90,8 @@ def check_model(context: PreflightContext) -> Iterator[Finding]:
     yield ok(f"Loaded in {time.monotonic() - started:.1f} s.")
     context.engine = engine_for(config, policy)
     context.stack.callback(context.engine.close)
+    if context.environment is not None:
+        context.engine = context.environment.engine(context.engine, policy)
     check_routes(config, context.engine)
 
 

@@ -123,6 +123,9 @@ class KnownAnswer:
 
 def check_known(context: PreflightContext) -> Iterator[Finding]:
     assert context.rewards is not None
+    if context.environment is not None:
+        yield note("Not tried: with an environment, a reward is for a whole conversation.")
+        return
     if asked := sorted(context.rewards.services):
         yield note(f"Not tried with {', '.join(asked)}: each completion would cost a request.")
     for source in context.config.problem_sections:

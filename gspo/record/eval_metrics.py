@@ -62,10 +62,14 @@ def _usage(rank: int, usage: RankUsage, count: int) -> dict[str, Reduced]:
     }
 
 
-def step_timings(step: int, clock: Clock, usage: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Where the time of a step went, and what its rewards asked of models and endpoints."""
+def step_timings(
+    step: int, clock: Clock, usage: Mapping[str, Mapping[str, float]], lag: Mapping[str, float]
+) -> dict[str, Any]:
+    """Where the time of a step went, what its rewards asked of models and endpoints, and, with `rollout.max_lag`, how
+    sampling ran beside it."""
     timings: dict[str, Any] = {"step": step}
     timings |= {f"time/{name}_s": round(seconds, 6) for name, seconds in clock.seconds.items()}
+    timings |= {name: round(value, 6) for name, value in lag.items()}
     for function, sums in usage.items():
         counts = {name: int(count) for name, count in sums.items() if name != "seconds"}
         timings |= {f"service/{function}/{name}": count for name, count in counts.items()}

@@ -14,6 +14,7 @@ from typing import Any
 
 from gspo import trust
 from gspo.config import Config
+from gspo.environment.rewards import ConversationRewards
 from gspo.errors import AlarmError, DataError, NumericalError, RewardError
 from gspo.evaluation import Evaluation
 from gspo.learner.optimizer import Update
@@ -93,7 +94,7 @@ class Incidents:
 
     # ---- rewards
 
-    def report_faults(self, step: int, rewards: RewardPool) -> None:
+    def report_faults(self, step: int, rewards: RewardPool | ConversationRewards) -> None:
         """Report each new failure of a reward function. The run continues if the details cannot be written."""
         for fault in rewards.new_faults():
             try:

@@ -214,6 +214,24 @@ PANELS = (
         ),
     ),
     Panel(
+        id="lag",
+        title="Age of the rollouts",
+        what=(
+            "With rollout.max_lag: how old the weights that sampled a batch are when it is trained on, in training "
+            "steps and in optimizer updates. Each step adds learner.mini_batches updates."
+        ),
+    ),
+    Panel(
+        id="lag-cost",
+        title="What age costs",
+        form="share",
+        what=(
+            "With rollout.max_lag: effective sample size and clipped share of the trained tokens, by age in optimizer "
+            "updates. If the effective sample size falls with age, a few tokens dominate the gradient: lower "
+            "rollout.max_lag or learner.mini_batches."
+        ),
+    ),
+    Panel(
         id="gradient",
         title="Gradient norm",
         log=True,
@@ -535,6 +553,44 @@ METRICS = (
         "length/repetitive_fraction",
         "Share of sampled completions of 16 tokens or more in which one token makes up more than four fifths.",
         present="step ≥ 1",
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    # Conversations with an environment.
+    Metric(
+        "conversation/turns",
+        "Mean number of turns of the model in a conversation.",
+        present="`environment.name`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
+        "conversation/call_fraction",
+        "Share of conversations in which the model called a tool.",
+        present="`environment.name`",
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
+        "conversation/failed_call_fraction",
+        "Share of tool calls that were malformed, or whose arguments or tool raised an error.",
+        present="`environment.name`",
+        unit="share",
+        reduction=Reduction.MEAN,
+    ),
+    Metric(
+        "conversation/observation_tokens",
+        "Mean number of tokens of a conversation that the model was given: observations, and what the chat template "
+        "writes around them. They are not trained on.",
+        present="`environment.name`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
+        "conversation/end/NAME",
+        "Share of conversations that ended this way: `done` (the environment said so), at a limit (`turns`, "
+        "`turn_tokens`, `tokens`, `time`), or `failed` (unscored).",
+        present="`environment.name`",
         unit="share",
         reduction=Reduction.COMPLETION_MEAN,
     ),
@@ -1083,6 +1139,45 @@ METRICS = (
         unit="count",
         reduction=Reduction.SUM,
     ),
+    # Asynchronous sampling: how old a batch is, and what its age costs.
+    Metric(
+        "lag/steps",
+        "Training steps between the weights that sampled the batch and those that train on it. At most "
+        "`rollout.max_lag`.",
+        present="`rollout.max_lag`",
+        unit="count",
+        reduction=Reduction.SAME,
+        panels=("lag",),
+        label="steps",
+    ),
+    Metric(
+        "lag/updates",
+        "Optimizer updates between them: those of `lag/steps` training steps. Mean over completions.",
+        present="`rollout.max_lag`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+        panels=("lag",),
+        label="updates",
+    ),
+    Metric(
+        "lag/NAME/ess",
+        "Effective sample size of the computed tokens of completions that are NAME updates old, as a share of their "
+        "number: `(sum w)^2 / (N sum w^2)` with `w = pi/mu`, where `pi` is the policy when the token was trained on.",
+        present="computed, `rollout.max_lag`",
+        unit="share",
+        reduction=Reduction.GATHER,
+        panels=("lag-cost",),
+        label="effective sample size, NAME updates old",
+    ),
+    Metric(
+        "lag/NAME/clip_fraction",
+        "Share of the computed tokens of these completions on which the trust region acted.",
+        present="computed, `rollout.max_lag`",
+        unit="share",
+        reduction=Reduction.TOKEN_MEAN,
+        panels=("lag-cost",),
+        label="clipped tokens, NAME updates old",
+    ),
     # Evaluation: measured once for all ranks.
     Metric(
         "eval/unscored",
@@ -1184,6 +1279,15 @@ METRICS = (
 
 TIMINGS = (
     Metric(
+        "time/wait_s",
+        "Waiting for the batch of this step. Sampling and scoring run at the same time as the steps before.",
+        present="`rollout.max_lag`",
+        unit="seconds",
+        reduction=Reduction.MAX,
+        panels=("phases",),
+        label="waiting for a batch",
+    ),
+    Metric(
         "time/rollout_s",
         "Sampling, including refills.",
         present="step ≥ 1",
@@ -1243,6 +1347,64 @@ TIMINGS = (
         unit="seconds",
         reduction=Reduction.MAX,
         heading="seconds",
+    ),
+    # Asynchronous sampling. Times since this process began to collect batches, for the timeline.
+    Metric(
+        "lag/sample_start_s",
+        "When sampling of this step's batch began, in seconds since the process began to collect batches. This and the "
+        "next five are absent if a checkpoint has kept the batch.",
+        present="`rollout.max_lag`",
+        unit="seconds",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "lag/sample_end_s",
+        "When the batch was sampled and scored.",
+        present="`rollout.max_lag`",
+        unit="seconds",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "lag/rollout_s",
+        "Sampling of the batch, including refills, next to training.",
+        present="`rollout.max_lag`",
+        unit="seconds",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "lag/reward_s",
+        "Scoring of the batch, including refills, next to training.",
+        present="`rollout.max_lag`",
+        unit="seconds",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "lag/in_flight_updates",
+        "The part of `lag/updates` that came while the batch was being sampled and scored.",
+        present="`rollout.max_lag`",
+        unit="number",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "lag/in_queue_updates",
+        "The rest: updates while the finished batch waited.",
+        present="`rollout.max_lag`",
+        unit="number",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "lag/learn_start_s",
+        "When training on the batch began.",
+        present="`rollout.max_lag`",
+        unit="seconds",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "lag/learn_end_s",
+        "When the step's last update was done.",
+        present="`rollout.max_lag`",
+        unit="seconds",
+        reduction=Reduction.SAME,
     ),
     Metric(
         "memory/peak_gb",

@@ -33,7 +33,7 @@ from gspo.objectives.sequences import Sequences
 from gspo.redact import known_secrets, redacted
 from gspo.reduction import Family, Gather, Max, Mean, Reduced, Same, Sum, std
 from gspo.rollout.gather import CollectResult
-from gspo.types import Completion, Group, Sampling, Score, Status, StopReason
+from gspo.types import Completion, ConversationEnd, Group, Sampling, Score, Status, StopReason
 
 NAN = float("nan")
 EXTREME = math.log(2)
@@ -54,6 +54,38 @@ def step_metrics(
         "samples/dropped/KIND": _counts(reasons),
         **(_training_metrics(objective, learned) if learned else untrained),
     }
+
+
+def lag_metrics(
+    collected: CollectResult, learned: LearnResult | None, *, step: int, updates: int
+) -> dict[str, Reduced]:
+    """How old a batch was when `step` and `updates` optimizer steps were done, and what its age costs."""
+    assert collected.weights is not None
+    completions = [c for group in collected.rollouts.sampled for c in group.completions]
+    return {
+        "lag/steps": Same(step - collected.weights),
+        "lag/updates": Mean.of([updates - c.version for c in completions]),
+        **(_by_age(learned, updates) if learned is not None and learned.computed_N.any() else {}),
+    }
+
+
+def _by_age(learned: LearnResult, updates: int) -> dict[str, Reduced]:
+    """Effective sample size and clipping of the computed tokens, by the age of their completions in updates."""
+    tokens = learned.tokens
+    age_B = torch.tensor([updates - s.completion.version for s in learned.samples], device=learned.computed_N.device)
+    age_N = tokens.sequences.expand(age_B)
+    ages = sorted(set(age_B.tolist()))
+    at = {str(age): (age_N == age) & learned.computed_N for age in ages}
+    weight_N = (tokens.logp_N - tokens.logp_behavior_N).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return {
+        "lag/NAME/ess": Family({age: Gather(weight_N[at_N], _sample_size) for age, at_N in at.items() if at_N.any()}),
+        "lag/NAME/clip_fraction": Family({age: Mean.of(learned.clipped_N[at_N].double()) for age, at_N in at.items()}),
+    }
+
+
+def _sample_size(weights: Tensor) -> float:
+    """The effective sample size as a share of the number of samples."""
+    return float(weights.mean().square() / weights.square().mean())
 
 
 def drop_reasons(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, int]:
@@ -102,8 +134,26 @@ def _sampling_metrics(collected: CollectResult) -> dict[str, Reduced]:
         "length/repetitive_fraction": Mean.of([_repetitive(c) for c, _ in pairs]),
         "tokens/generated": Sum(collected.tokens),
         **_decoding(collected),
+        **_conversations(pairs),
         **_sources(collected),
         **_difficulty(collected),
+    }
+
+
+def _conversations(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, Reduced]:
+    """How conversations with an environment went."""
+    found = [c.conversation for c, _ in pairs if c.conversation is not None]
+    if not found:
+        return {}
+    turns = [turn for conversation in found for turn in conversation.turns]
+    calls = sum(max(len(turn.calls), turn.failed_calls) for turn in turns)
+    given = sum(len(c.token_ids) - c.sampled_count for c, _ in pairs)
+    return {
+        "conversation/turns": Mean.of([len(conversation.turns) for conversation in found]),
+        "conversation/call_fraction": Mean.of([any(t.calls for t in c.turns) for c in found]),
+        "conversation/failed_call_fraction": Mean(sum(turn.failed_calls for turn in turns), calls),
+        "conversation/observation_tokens": Mean(given, len(found)),
+        "conversation/end/NAME": Family({end: Mean.of([c.end is end for c in found]) for end in ConversationEnd}),
     }
 
 
@@ -279,7 +329,7 @@ def mismatch(log_rho_M: Tensor) -> dict[str, Reduced]:
         "mismatch/k1": Mean(-log_rho_M.sum(), len(log_rho_M)),
         "mismatch/k3": Mean.of(torch.expm1(bounded_M) - log_rho_M),
         "mismatch/chi2": Mean.of(rho_M.square() - 1),
-        "mismatch/ess": Gather(rho_M, lambda rho: float(rho.mean().square() / rho.square().mean())),
+        "mismatch/ess": Gather(rho_M, _sample_size),
         "mismatch/extreme_fraction": Mean.of((log_rho_M.abs() > EXTREME).double()),
     }
 
@@ -377,17 +427,31 @@ def _completion_record(group: Group, completion: Completion, score: Score) -> di
         **({} if all(completion.sampled) else {"sampled": [int(own) for own in completion.sampled]}),
         "stop": completion.stop,
         **({"thinking_cut": True} if completion.thinking_cut else {}),
+        **_conversation_record(completion),
         "version": completion.version,
         **({"spans": completion.spans} if completion.spans else {}),
         "status": score.status,
         "reward": score.reward,
         "correct": score.correct,
         "parts": dict(score.parts),
+        **({"step_rewards": score.step_rewards} if score.step_rewards else {}),
         "notes": dict(score.notes),
         # The message of an exception may quote an API key.
         "failure": score.failure and redacted(score.failure, known_secrets()),
         "logp_sampler": _exact(completion.logp_sampler),
     }
+
+
+def _conversation_record(completion: Completion) -> dict[str, Any]:
+    """Where the turns of a conversation are, and what the environment made of them."""
+    conversation = completion.conversation
+    if conversation is None:
+        return {}
+    turns = [
+        {"start": t.start, "end": t.end, "reward": t.reward, "calls": t.calls, "failed_calls": t.failed_calls}
+        for t in conversation.turns
+    ]
+    return {"turns": turns, "end": conversation.end}
 
 
 def _sampler_experts(completion: Completion) -> dict[str, Any]:

@@ -10,6 +10,8 @@
     reward_cache/          scores of judges and reward models behind an endpoint, so that none is paid for twice
     tokenizer/             the tokenizer, to decode the completions' token ids
     events.jsonl           what happened: start, resume, skip, checkpoint, stop, ...
+    ledger.jsonl           what has become of every batch, with rollout.max_lag; see record/ledger.py
+    sampler.log            what the sampling process has printed, with rollout.max_lag
     checkpoints/000020/    see learner/checkpoint.py
     best.json              the step of the best checkpoint, with `checkpoint.keep_best`
     rollbacks.json         every rollback; see record/rollbacks.py
@@ -54,6 +56,8 @@ FILES = (
     "config.toml",
     "environment.json",
     "events.jsonl",
+    "ledger.jsonl",
+    "sampler.log",
     "curves.png",
     held_out.FILE,
     rollbacks.FILE,
@@ -164,6 +168,10 @@ class RunDir:
         now = datetime.now().isoformat(timespec="seconds")
         self._append("events.jsonl", {"time": now, "event": kind, **redacted_event})
 
+    def write_ledger(self, values: Mapping[str, Any]) -> None:
+        """Append what has become of a batch."""
+        self._append("ledger.jsonl", values)
+
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write every completion of a step."""
         file = self.path / "rollouts" / f"{step:06d}.jsonl"
@@ -262,7 +270,7 @@ class RunDir:
         """Delete what an earlier attempt has left behind that ended without a checkpoint, or whose checkpoints are
         gone."""
         self.rewind(-1, {})
-        for name in (rollbacks.FILE, held_out.FILE):
+        for name in (rollbacks.FILE, held_out.FILE, "ledger.jsonl"):
             (self.path / name).unlink(missing_ok=True)
         for folder in (self.path / "abandoned").glob("*"):
             if _ABANDONED.fullmatch(folder.name):

@@ -68,9 +68,10 @@ def report_components(context: RunContext, run_dir: RunDir, display: Display) ->
     for name, text in context.rewards.about.items():
         run_dir.event("reward", name=name, message=text)
         display.message(f"{name}: {text}")
-    if context.engine.about:
-        run_dir.event("engine", message=context.engine.about)
-        display.message(f"{context.config.rollout.engine}: {context.engine.about}")
+    engines = [context.engine] + ([context.sampler] if context.sampler is not None else [])
+    for about in dict.fromkeys(filter(None, (engine.about for engine in engines))):
+        run_dir.event("engine", message=about)
+        display.message(f"{context.config.rollout.engine}: {about}")
 
 
 def check_disk_space(context: RunContext, run_dir: RunDir, incidents: Incidents, *, done: int) -> None:

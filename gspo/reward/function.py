@@ -7,6 +7,9 @@ A reward function has TRL's signature and is called with keyword arguments:
 
     fn(prompts, completions, **columns) -> list[float | None]
 
+In place of a number, a completion may get one per token as a list, or some by the index of their token as a dict: the
+rewards of its steps, whose sum is its reward.
+
 Every list has one entry per completion; `columns` are the row's fields as lists, and `completion_ids`. A chat prompt
 gives `completions = [[{"role": "assistant", "content": text}], ...]` and lists of messages as prompts; a text prompt
 gives strings. `None` abstains. An exception object in the list fails that completion alone, without a second call for
@@ -61,8 +64,8 @@ class RewardWarning(UserWarning):
 
 
 Result = dict[str, Any]
-"""`{"value": number or None}`, with `"notes": [words]` if there are any, or `{"failure": "kind: why"}`, with `"trace"`
-if there is one."""
+"""`{"value": number or None}`, with `"notes": [words]` or `"steps": [(token, number)]` if there are any, or
+`{"failure": "kind: why"}`, with `"trace"` if there is one."""
 
 
 class NotedScore(float):
@@ -237,7 +240,7 @@ class RewardFunction:
         try:
             values = self.call(**self._arguments(calls))
             values = _awaited(values) if inspect.iscoroutine(values) else values
-            results = self._results(values, sum(len(call["completions"]) for call in calls))
+            results = self._results(values, [len(ids) for call in calls for ids in call["completion_ids"]])
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: a function must not end the run
             results = self._failure(error)
         if isinstance(results, dict):
@@ -265,7 +268,9 @@ class RewardFunction:
         arguments.update(copy.deepcopy(dict(self.options)))
         return arguments if self.takes is None else {k: v for k, v in arguments.items() if k in self.takes}
 
-    def _results(self, values: Any, count: int) -> list[Result] | Result:
+    def _results(self, values: Any, tokens: Sequence[int]) -> list[Result] | Result:
+        """The result of each completion, whose numbers of tokens these are."""
+        count = len(tokens)
         if isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__iter__"):
             return {"failure": f"invalid: {self.name}: returned {_shown(values)} instead of a list"}
         items = list(islice(values, count + 1))  # the iterator may be infinite
@@ -273,7 +278,26 @@ class RewardFunction:
             returned = f"{len(values)}" if hasattr(values, "__len__") else "a different number of"
             completions = "completion" if count == 1 else "completions"
             return {"failure": f"invalid: {self.name}: returned {returned} values for {count} {completions}"}
-        return [self._result(item) for item in items]
+        return [
+            self._steps(item, length) if isinstance(item, list | tuple | Mapping) else self._result(item)
+            for item, length in zip(items, tokens, strict=True)
+        ]
+
+    def _steps(self, value: Sequence[Any] | Mapping[Any, Any], tokens: int) -> Result:
+        """Rewards of steps: a number for each token of the completion, or for some of them by their index."""
+        numbered = value.items() if isinstance(value, Mapping) else enumerate(value)
+        steps: list[tuple[int, float]] = []
+        for at, one in islice(numbered, tokens + 1):
+            result = self._result(one)
+            if type(at) is not int or not 0 <= at < tokens or not isinstance(result.get("value"), float):
+                why = "a step reward must be a finite number at the index of a token"
+                return {"failure": f"invalid: {self.name}: {why}, not {_shown(one)} at {_shown(at)}"}
+            steps.append((at, result["value"]))
+        if not steps and (tokens or isinstance(value, Mapping)):
+            return {"failure": f"invalid: {self.name}: returned {_shown(value)}: no step rewards"}
+        if not isinstance(value, Mapping) and len(steps) != tokens:
+            return {"failure": f"invalid: {self.name}: {len(steps)} step rewards, not one for each of {tokens} tokens"}
+        return {"value": math.fsum(one for _, one in steps), "steps": sorted(steps)}
 
     def _result(self, value: Any) -> Result:
         if isinstance(value, BaseException):
@@ -351,7 +375,7 @@ def _import(source: Source) -> ModuleType:
     try:
         if not source.file:
             return importlib.import_module(f"{rewards.__name__}.{source.spec}")
-        return _import_text(source.file, source.text)
+        return import_text(source.file, source.text)
     except BaseException as error:  # a module may call sys.exit at import
         raise RewardError(
             f"reward.functions: {source.spec}: cannot import {source.file or source.spec}: "
@@ -373,7 +397,8 @@ class _TextLoader(importlib.abc.ExecutionLoader):
         return self.text
 
 
-def _import_text(file: str, text: str) -> ModuleType:
+def import_text(file: str, text: str) -> ModuleType:
+    """The module of a user's file, from its text."""
     name = "reward_file_" + "".join(c if c.isalnum() else "_" for c in file)
     if name in sys.modules:
         return sys.modules[name]

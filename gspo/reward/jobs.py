@@ -64,6 +64,8 @@ class Part:
     failure: str | None = None
     notes: Sequence[str] = ()
     """Keywords that explain the value."""
+    steps: Sequence[tuple[int, float]] = ()
+    """The values of single tokens or steps that make up the value."""
     cause: str = ""
     """How the worker failed on this completion alone: `timeout`, `died` or `memory`; otherwise empty."""
     trace: str = ""

@@ -72,8 +72,106 @@ class ScoringCancelled(Exception):
     """The pool is closing, or the answer is no longer needed."""
 
 
-class WorkerProcess:
-    """Owns a process and its three pipes. Belongs to one thread; the kernel kills the process when that thread ends."""
+class ChildProcess:
+    """Owns a Python process and its three pipes. Belongs to one thread; the kernel kills the process when that thread
+    ends."""
+
+    def __init__(self, module: str, setting: str) -> None:
+        """`module` is what the process runs, and `setting` how many there are. Errors use it."""
+        self._module = module
+        self._setting = setting
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tail = b""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the live process; `None` if there is none."""
+        process = self._process
+        return process.pid if process and _exit_code(process) is None else None
+
+    def start(self) -> None:
+        """Start the process unless it is running."""
+        if self.pid is not None:
+            return
+        self.kill()  # reap one that ended on its own
+        self._tail = b""
+        try:
+            self._process = _popen(self._module)
+        except OSError as error:
+            raise RewardError(f"{self._setting}: cannot start a worker process: {error}; use fewer") from None
+
+    def printed(self) -> str:
+        """The tail of the output since the last call started."""
+        if self._process is not None:
+            self._drain_all()
+        return self._tail.decode(errors="replace")
+
+    def kill(self) -> None:
+        """Kill the process and its children, reap it, and close its pipes. Does nothing if there is no process."""
+        process = self._process
+        self._process = None
+        if process is None:
+            return
+        _terminate_overseer(process)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # before reaping: afterwards the pid may be reused
+        for pipe in _pipes(process):
+            pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+
+    @property
+    def descriptors(self) -> tuple[int, int, int]:
+        """Those of the pipes for requests, answers and output."""
+        assert self._process
+        requests, out, printed = (pipe.fileno() for pipe in _pipes(self._process))
+        return requests, out, printed
+
+    def send(self, pending: memoryview) -> memoryview:
+        """Write what fits into the pipe; the rest."""
+        try:
+            return pending[os.write(self.descriptors[0], pending[: 2**16]) :]
+        except BlockingIOError:
+            return pending
+        except OSError:
+            raise WorkerDied(self.last_words()) from None
+
+    def receive(self) -> bytes:
+        """What is in the pipe. `WorkerDied` at its end."""
+        try:
+            data = os.read(self.descriptors[1], 2**16)
+        except BlockingIOError:
+            return b""
+        if not data:
+            raise WorkerDied(self.last_words())
+        return data
+
+    def drain(self) -> bool:
+        """Read available output. False at the end of the stream."""
+        try:
+            data = os.read(self.descriptors[2], _OUTPUT_BUFFER)
+        except BlockingIOError:
+            return True
+        self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
+        return bool(data)
+
+    def last_words(self) -> str:
+        """How the process ended, and what it printed."""
+        process = self._process
+        assert process
+        self._drain_all()
+        words = one_line(self._tail.decode(errors="replace"))
+        return _ending(process) + (f"; it printed: {words}" if words else "")
+
+    def _drain_all(self) -> None:
+        for _ in range(1000):  # bounded, because its children may keep printing
+            before = self._tail
+            if not self.drain() or self._tail is before:
+                break
+
+
+class WorkerProcess(ChildProcess):
+    """The process in which reward functions run."""
 
     def __init__(
         self,
@@ -85,6 +183,7 @@ class WorkerProcess:
         service: int | None = None,
     ) -> None:
         """`service`: the function whose model or endpoint is started, in this process only."""
+        super().__init__("gspo.reward.worker", "reward.workers")
         self._load: dict[str, Any] = {
             "load": [asdict(source) for source in sources],
             "start": service,
@@ -95,9 +194,7 @@ class WorkerProcess:
         self._memory_mb = memory_mb
         self._memory_limit = 0
         self._memory_checked = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
-        self._tail = b""
         self.needs: list[list[str]] = []
         """Columns that each function requires. Known once the functions are loaded."""
         self.about: list[str] = []
@@ -110,23 +207,6 @@ class WorkerProcess:
         """What the functions have warned of while they were loaded."""
         self.usage: dict[str, float] = {}
         """What the service did in the last call."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the live process; `None` if there is none."""
-        process = self._process
-        return process.pid if process and _exit_code(process) is None else None
-
-    def start(self) -> None:
-        """Start the process unless it is running. `prepare` waits for it."""
-        if self.pid is not None:
-            return
-        self.kill()  # reap one that ended on its own
-        self._tail = b""
-        try:
-            self._process = _popen()
-        except OSError as error:
-            raise RewardError(f"reward.workers: cannot start a worker process: {error}; use fewer") from None
 
     def prepare(self) -> None:
         """Start the process if needed and wait until it has loaded the functions."""
@@ -213,26 +293,9 @@ class WorkerProcess:
     def _processor_s(self) -> float:
         return processor_seconds(self._process.pid) if self._process else 0.0
 
-    def printed(self) -> str:
-        """The tail of the functions' output since the last call started."""
-        if self._process is not None:
-            self._drain_all()
-        return self._tail.decode(errors="replace")
-
     def kill(self) -> None:
-        """Kill the process and its children, reap it, and close its pipes. Does nothing if there is no process."""
-        process = self._process
-        self._process = None
         self._ready = False
-        if process is None:
-            return
-        _terminate_overseer(process)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # before reaping: afterwards the pid may be reused
-        for pipe in _pipes(process):
-            pipe.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
+        super().kill()
 
     def _exchange(
         self,
@@ -248,7 +311,7 @@ class WorkerProcess:
         token = secrets.token_hex(16)
         pending = memoryview(json.dumps({"token": token, **request}).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
-        requests, out, printed = (pipe.fileno() for pipe in _pipes(process))
+        requests, out, printed = self.descriptors
         poller = select.poll()
         answers = _AnswerReader(token.encode())
         for descriptor, event in ((requests, select.POLLOUT), (out, select.POLLIN), (printed, select.POLLIN)):
@@ -266,13 +329,13 @@ class WorkerProcess:
             # Wake up every slice: cancellation, memory and the process's death do not show up in the pipes.
             ready = [descriptor for descriptor, _ in poller.poll(1000 * min(left, _SLICE_S) + 1)]
             if not ready and _exit_code(process) is not None:  # a grandchild may hold the pipes open
-                raise WorkerDied(self._last_words())
-            if requests in ready and not (pending := self._send(requests, pending)):
+                raise WorkerDied(self.last_words())
+            if requests in ready and not (pending := self.send(pending)):
                 poller.unregister(requests)
-            if printed in ready and not self._drain(printed):
+            if printed in ready and not self.drain():
                 poller.unregister(printed)
             if out in ready:
-                answers.add(self._receive(out))
+                answers.add(self.receive())
         return _decoded(answers.found)
 
     def _check_memory(self, pid: int) -> None:
@@ -283,54 +346,13 @@ class WorkerProcess:
                 )
             self._memory_checked = time.monotonic()
 
-    def _send(self, descriptor: int, pending: memoryview) -> memoryview:
-        try:
-            return pending[os.write(descriptor, pending[: 2**16]) :]
-        except BlockingIOError:
-            return pending
-        except OSError:
-            raise WorkerDied(self._last_words()) from None
-
-    def _receive(self, descriptor: int) -> bytes:
-        try:
-            data = os.read(descriptor, 2**16)
-        except BlockingIOError:
-            return b""
-        if not data:
-            raise WorkerDied(self._last_words())
-        return data
-
-    def _drain(self, descriptor: int) -> bool:
-        """Read available output. False at the end of the stream."""
-        try:
-            data = os.read(descriptor, _OUTPUT_BUFFER)
-        except BlockingIOError:
-            return True
-        self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
-        return bool(data)
-
-    def _drain_all(self) -> None:
-        assert self._process
-        printed = _pipes(self._process)[2].fileno()
-        for _ in range(1000):  # bounded, because its children may keep printing
-            before = self._tail
-            if not self._drain(printed) or self._tail is before:
-                break
-
-    def _last_words(self) -> str:
-        process = self._process
-        assert process
-        self._drain_all()
-        words = one_line(self._tail.decode(errors="replace"))
-        return _ending(process) + (f"; it printed: {words}" if words else "")
-
     def _names(self) -> str:
         return ", ".join(source["spec"] for source in self._load["load"])
 
 
-def _popen() -> subprocess.Popen[bytes]:
+def _popen(module: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "gspo.reward.worker"],  # -P: do not import a json.py from the current directory
+        [sys.executable, "-P", "-m", module],  # -P: do not import a json.py from the current directory
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -401,11 +423,26 @@ def _usage(answer: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _is_part(part: Any) -> bool:
-    if not isinstance(part, dict) or not set(part) <= {"value", "failure", "notes", "trace"}:
+    if not isinstance(part, dict) or not set(part) <= {"value", "failure", "notes", "trace", "steps"}:
+        return False
+    if not _are_steps(part.get("steps", [])):
         return False
     value, notes = part.get("value"), part.get("notes", [])
     number = value is None or (type(value) in (int, float) and math.isfinite(value))
     return number and isinstance(notes, list) and all(isinstance(n, str) for n in notes) and _is_text(part)
+
+
+def _are_steps(steps: Any) -> bool:
+    """Whether these are numbers at token indices in ascending order."""
+    if not isinstance(steps, list) or not all(isinstance(s, list) and len(s) == 2 for s in steps):
+        return False
+    indices = [at for at, _ in steps]
+    whole = all(type(at) is int and at >= 0 for at in indices)
+    return (
+        whole
+        and indices == sorted(set(indices))
+        and all(type(value) in (int, float) and math.isfinite(value) for _, value in steps)
+    )
 
 
 def _is_text(answer: Mapping[str, Any]) -> bool:

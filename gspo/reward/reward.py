@@ -100,6 +100,8 @@ class RewardPool:
         _check_limits(config, self._sources)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
+        self._scoring = threading.Lock()
+        """Held by the thread whose batch is being scored: a batch's time limit is for the whole pool."""
         self._alone = threading.Lock()
         """Held by the call that is making its second try."""
         self._closing = False
@@ -189,8 +191,9 @@ class RewardPool:
     def score(self, groups: Groups, functions: Collection[str] | None = None) -> list[list[Score]]:
         """Score every completion of every group, with all functions or only those of these names."""
         rules = [self._rule(prompt.source, functions) for prompt, _ in groups]
-        batch = self._batch(groups, rules)
-        self._run(batch, batch.jobs())
+        with self._scoring:
+            batch = self._batch(groups, rules)
+            self._run(batch, batch.jobs())
         return [
             self._combine_group(rule, [batch.parts(g, i) for i in range(len(completions))])
             for g, (rule, (_, completions)) in enumerate(zip(rules, groups, strict=True))
@@ -563,7 +566,22 @@ class RewardPool:
         # The first function decides about correctness; the others may measure anything, for example the format.
         first = next((p.value for f, p in zip(rule.functions, parts, strict=True) if f == rule.decisive), None)
         correct = None if first is None else first > self._config.correct_above
-        return Score(status=Status.SCORED, reward=sum(terms), correct=correct, parts=named, notes=notes)
+        reward = sum(terms)
+        steps = _step_rewards(rule.weights, parts, reward)
+        return Score(status=Status.SCORED, reward=reward, correct=correct, parts=named, notes=notes, step_rewards=steps)
+
+
+def _step_rewards(weights: Sequence[float], parts: Sequence[Part], reward: float) -> tuple[tuple[int, float], ...]:
+    """The weighted sum of all functions' step rewards. What judges the whole completion belongs to the last step."""
+    total: dict[int, float] = {}
+    for weight, part in zip(weights, parts, strict=True):
+        for at, value in part.steps:
+            total[at] = total.get(at, 0.0) + weight * value
+    if not total:
+        return ()
+    steps = sorted(total.items())
+    last, value = steps[-1]
+    return (*steps[:-1], (last, value + reward - sum(total.values())))
 
 
 def _neutral_values(parts_G: Sequence[Sequence[Part]]) -> list[float]:

@@ -24,7 +24,7 @@ from gspo.reward.overseer import leave_overseer
 def main() -> None:
     """Serve until stdin closes."""
     leave_overseer()
-    requests, answers = _claim_pipes()
+    requests, answers = claim_pipes()
     worker = os.getpid()
     functions: list[RewardFunction] = []
     for line in requests:
@@ -32,9 +32,9 @@ def main() -> None:
         answer = _answer(request, functions)
         if os.getpid() != worker:
             os._exit(0)  # a function forked and returned in the child: only the worker itself may answer
-        _flush()
+        flush_output()
         # allow_nan=False: NaN is not JSON, and the results were checked to be finite.
-        _write(answers, f"{request['token']}{json.dumps(answer, allow_nan=False)}\n".encode())
+        write_all(answers, f"{request['token']}{json.dumps(answer, allow_nan=False)}\n".encode())
     os._exit(0)  # do not wait for threads that functions left behind
 
 
@@ -65,7 +65,7 @@ def _load(request: dict[str, Any], functions: list[RewardFunction]) -> dict[str,
     }
 
 
-def _claim_pipes() -> tuple[BinaryIO, int]:
+def claim_pipes() -> tuple[BinaryIO, int]:
     """Move the protocol to descriptors that functions do not print to or read from."""
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.dup(1)
@@ -77,14 +77,15 @@ def _claim_pipes() -> tuple[BinaryIO, int]:
     return requests, answers
 
 
-def _flush() -> None:
+def flush_output() -> None:
     """Flush the functions' output, so that it is attributed to the call that printed it."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # a function may have replaced the stream with anything
             stream.flush()
 
 
-def _write(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of it."""
     while data:
         data = data[os.write(descriptor, data) :]
 

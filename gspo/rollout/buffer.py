@@ -1,4 +1,4 @@
-"""The batches in flight: collected, and not yet trained on. `collect` and `learn` communicate through it alone.
+"""The batches that are collected and not yet trained on. `collect` and `learn` communicate through it alone.
 
 In: a `CollectResult` per batch. Out: the same batches, oldest first. Invariant: batches are consecutive, and each is
 taken exactly once. `end` is where the next batch starts. A checkpoint stores where the oldest batch in flight starts
@@ -8,6 +8,7 @@ taken exactly once. `end` is where the next batch starts. A checkpoint stores wh
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from gspo.rollout.gather import CollectResult, RolloutState
 
@@ -40,6 +41,10 @@ class RolloutBuffer:
         assert collected.batch == self.end.batch + 1, f"batch {collected.batch} does not follow {self.end.batch}"
         self._batches.append(collected)
         self.end = collected.after
+
+    def __iter__(self) -> Iterator[CollectResult]:
+        """The batches, oldest first."""
+        return iter(tuple(self._batches))
 
     def take(self) -> CollectResult:
         """Remove and return the oldest batch."""

@@ -88,6 +88,8 @@ class CollectResult:
     """Optimizer steps behind the weights when sampling started. A completion carries its own version too."""
     after: RolloutState
     """Where sampling stands after this batch, so a run that has trained on it continues with the next one."""
+    weights: int | None = None
+    """The training step after which the weights were taken; None if sampling and training take turns."""
     wanted: int | None = None
     """How many groups a full batch has; None if unknown."""
     decoded: DecodeStats | None = None

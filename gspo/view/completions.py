@@ -133,6 +133,7 @@ class Completions:
             "tokens": ids,
             "pieces": self._pieces.of(ids),
             "omitted_tokens": max(0, len(record.get("token_ids") or ()) - MOST_TOKENS),
+            **({"turns": record["turns"]} if record["turns"] else {}),
             **({"sampled": record["sampled"][:MOST_TOKENS]} if record["sampled"] else {}),
             **{name: _per_token(record, name)[:MOST_TOKENS] for name in TOKEN_FIELDS if record.get(name)},
         }
@@ -186,6 +187,9 @@ FILTERS = {
     "clipped": Filter(label="clipped", holds=lambda r, _: _clipped(r)),
     "truncated": Filter(label="truncated", holds=lambda r, _: r.get("stop") == "length"),
     "stopped": Filter(label="ended with a stop string", holds=lambda r, _: r.get("stop") == "stop"),
+    "failed_calls": Filter(
+        label="with failed tool calls", holds=lambda r, _: any(t["failed_calls"] for t in r.get("turns") or ())
+    ),
     "thinking_cut": Filter(label="with their thinking cut", holds=lambda r, _: bool(r.get("thinking_cut"))),
     "unscored": Filter(label="unscored", holds=lambda r, _: r.get("status") == "unscored"),
     "dropped": Filter(label="not trained on", holds=lambda r, _: not r.get("trained")),
@@ -243,7 +247,7 @@ def _records(data: bytes) -> list[Record]:
     return found
 
 
-TEXT_FIELDS = ("prompt_id", "prompt", "text", "stop", "status", "drop_reason", "failure")
+TEXT_FIELDS = ("prompt_id", "prompt", "text", "stop", "end", "status", "drop_reason", "failure")
 NUMBER_FIELDS = ("sample", "version", "reward", "shaped_reward", "advantage", "sequence_ratio", "clipped_fraction")
 FLAG_FIELDS = ("correct", "trained", "computed", "thinking_cut")
 
@@ -255,6 +259,7 @@ def _validate(raw: Record) -> Record:
     record |= {key: _only(raw.get(key), bool) for key in FLAG_FIELDS}
     record |= {key: _number_list(raw.get(key)) for key in ("token_ids", *TOKEN_FIELDS)}
     record["sampled"] = _mask(raw.get("sampled"), len(record["token_ids"] or ()))
+    record["turns"] = _turns(raw.get("turns"), len(record["token_ids"] or ()))
     parts = raw.get("parts")
     record["parts"] = {k: _only(v, int, float) for k, v in parts.items()} if isinstance(parts, dict) else {}
     return record
@@ -273,6 +278,34 @@ def _mask(value: Any, length: int) -> list[int] | None:
     """A list of 0 and 1 of that length, else `None`: all tokens were sampled."""
     valid = isinstance(value, list) and len(value) == length and all(type(v) is int and v in (0, 1) for v in value)
     return value if valid else None
+
+
+MOST_TURNS = 1000
+"""Displayed turns of a conversation."""
+
+
+def _turns(value: Any, tokens: int) -> list[dict[str, Any]]:
+    """The turns of a conversation, in order; empty if they are not valid."""
+    found = []
+    end = 0
+    for turn in value[:MOST_TURNS] if isinstance(value, list) else ():
+        if not isinstance(turn, dict):
+            return []
+        calls = turn.get("calls")
+        start, stop = turn.get("start"), turn.get("end")
+        if type(start) is not int or type(stop) is not int or not end <= start <= stop <= tokens:
+            return []
+        found.append(
+            {
+                "start": start,
+                "end": stop,
+                "reward": _only(turn.get("reward"), int, float),
+                "calls": [str(c)[:100] for c in calls[:20]] if isinstance(calls, list) else [],
+                "failed_calls": _only(turn.get("failed_calls"), int) or 0,
+            }
+        )
+        end = stop
+    return found
 
 
 def _group(number: int, records: Sequence[Record]) -> dict[str, Any]:
@@ -301,6 +334,8 @@ def _summary(record: Record) -> dict[str, Any]:
         "excerpt": _truncate(record.get("text"), EXCERPT),
         "length": _length(record),
         "stop": record.get("stop"),
+        "end": record.get("end"),
+        "turns": len(record.get("turns") or ()),
         "thinking_cut": bool(record.get("thinking_cut")),
         "status": record.get("status"),
         "reward": record.get("reward"),

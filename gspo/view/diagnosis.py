@@ -27,6 +27,11 @@ MUCH_SLOWER = 1.5
 """How much longer than the others a straggler takes."""
 _RANK = re.compile(r"rank/[0-9]{1,6}/rollout_s").fullmatch
 
+LOW_ESS = 0.8
+"""Effective sample size of tokens below which rollouts are called too old."""
+MOSTLY_CLIPPED = 0.5
+"""Clipped share from which they are, if ratios start from the sampler."""
+
 NEARLY_ALL = 0.95
 """At this share of uniform groups, the reward hardly contributes to training."""
 
@@ -450,6 +455,8 @@ def _length_drift(facts: RunFacts) -> Finding | None:
 def _one_update(facts: RunFacts) -> Finding | None:
     if facts.setting("learner", "mini_batches", 1) != 1 or not facts.rows or math.isnan(facts.mean("clip/high")):
         return None
+    if facts.old_from_sampler:  # with older weights
+        return None
     return Finding(
         name="one update per batch",
         level="note",
@@ -545,8 +552,8 @@ def _large_updates(facts: RunFacts) -> Finding | None:
 
 def _mismatch(facts: RunFacts) -> Finding | None:
     k3 = facts.mean("mismatch/k3")
-    # Ten times what rounding alone gives.
-    if len(facts.recent) < FEWEST_STEPS or not k3 >= 1e-3:
+    # Ten times what rounding alone gives. With older weights, most of the difference is what training has changed.
+    if len(facts.recent) < FEWEST_STEPS or not k3 >= 1e-3 or facts.mean("lag/updates") > 0:
         return None
     truncated = facts.setting("rollout", "top_p", 1.0) < 1 or facts.setting("rollout", "top_k", 0)
     largest = facts.mean("mismatch/abs_max")
@@ -584,6 +591,37 @@ def _correction(facts: RunFacts) -> str:
             '"token_tis" corrects for it.'
         )
     return 'objective.mismatch = "token_tis" or "icepop" corrects for the mismatch.'
+
+
+def _lag(facts: RunFacts) -> Finding | None:
+    """Rollouts that are too old for the objective: the policy that trains on them is no longer the one that sampled."""
+    updates, steps = facts.mean("lag/updates"), facts.mean("lag/steps")
+    ess = facts.mean("mismatch/ess")
+    if len(facts.recent) < FEWEST_STEPS or not updates > 0:
+        return None
+    clipped = facts.mean("clip/fraction_sequences" if facts.clips_sequences else "clip/fraction_tokens")
+    costs = []
+    if ess < LOW_ESS:
+        costs.append(f"the effective sample size of their tokens is {_percent(ess)} before the first update")
+    if facts.old_from_sampler and clipped >= MOSTLY_CLIPPED:
+        what = "completions" if facts.clips_sequences else "tokens"
+        costs.append(f"{_percent(clipped)} of the {what} are clipped, because ratios start from the sampler")
+    if not costs:
+        return None
+    remedies = ["lower rollout.max_lag, learner.mini_batches (updates per step) or learner.learning_rate"]
+    if facts.old_from_sampler:
+        remedies.append('set learner.old_logp = "recompute", so that ratios start from the current policy')
+    elif facts.takes("mismatch") and facts.objective_settings.get("mismatch", "none") == "none":
+        remedies.append('weight tokens by pi_old / mu with objective.mismatch = "token_tis"')
+    return Finding(
+        name="rollouts too old",
+        level="warn",
+        what=(
+            f"Rollouts are {updates:.3g} optimizer updates old on average ({steps:.3g} steps), which is too much for "
+            f"this objective: {'; '.join(costs)}."
+        ),
+        remedy=_sentence(f"{'; or '.join(remedies)}."),
+    )
 
 
 def _noise(facts: RunFacts) -> Finding | None:
@@ -755,6 +793,7 @@ RULES: tuple[Rule, ...] = (
     _entropy,
     _large_updates,
     _mismatch,
+    _lag,
     _noise,
     _skipped,
     _flips,

@@ -105,6 +105,7 @@ def _run_or_error(watched: WatchedRun) -> dict[str, Any]:
             "step": 0,
             "curves": {},
             "phases": {"x": [], "y": {}},
+            "timeline": [],
             "events": [],
             "settings": {},
             "environment": {},

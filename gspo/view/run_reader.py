@@ -41,6 +41,10 @@ LONGEST_TEXT = 20_000
 LONGEST_NAME = 200
 MOST_EVALUATIONS = 10_000
 STEP_TIME = "time/step_s"
+SPANS = frozenset({"lag/sample_start_s", "lag/sample_end_s", "lag/learn_start_s", "lag/learn_end_s"})
+"""Metrics of the timeline of sampling and training."""
+TIMELINE = 16
+"""Most steps that it shows."""
 
 
 class RunReader:
@@ -165,7 +169,11 @@ class RunReader:
         selected = steps[inside] if keys else steps
         bounds = (float(selected.min()), float(selected.max())) if len(selected) else (-math.inf, math.inf)
         found |= self._timing_curves(points, axis, steps, *bounds)
-        return {"curves": {k: v for k, v in found.items() if v["x"]}, "phases": self._phases(points, *bounds)}
+        return {
+            "curves": {k: v for k, v in found.items() if v["x"]},
+            "phases": self._phases(points, *bounds),
+            "timeline": self._timeline(),
+        }
 
     def _timing_curves(
         self, points: int, axis: NDArray[np.float64], steps: NDArray[np.float64], first: float, last: float
@@ -194,6 +202,18 @@ class RunReader:
         seconds = {**parts, "other": other}
         bars = {key: downsample(steps[inside], y[inside], min(points, 120)) for key, y in seconds.items()}
         return {"x": bars["other"]["x"], "y": {key: bar["y"] for key, bar in bars.items()}}
+
+    def _timeline(self) -> list[dict[str, float]]:
+        """When the last steps were sampled and trained on, as far as one process did it; empty if sampling and training
+        take turns."""
+        names = {key: key.removeprefix("lag/").removesuffix("_s") for key in SPANS}
+        found: list[dict[str, float]] = []
+        for row in reversed(self.timings.last(TIMELINE)):
+            # Another process has counted its seconds from its own start.
+            if not row.keys() >= SPANS or (found and row["lag/learn_end_s"] > found[-1]["learn_end"]):
+                break
+            found.append({"step": row["step"], **{name: row[key] for key, name in names.items()}})
+        return found[::-1]
 
     def facts(self) -> RunFacts:
         """The input of the diagnosis rules."""

@@ -39,7 +39,7 @@ def test_every_task_keeps_the_protocol(name):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("subtraction", {}, r"no task 'subtraction'; there are: addition, countdown, reasoning_gym, sorting"),
+        ("subtraction", {}, r"no task 'subtraction'; there are: addition, calculation, countdown, reasoning_gym"),
         ("addition:big", {}, r"'addition' has no variants"),
         ("addition", {"digit": 3}, r"data\.task_options\.digit: .* it has: digits"),
         ("addition", {"digits": 0}, r"data\.task_options\.digits: must be a whole number from 1"),

@@ -23,6 +23,7 @@ from gspo.step import collect, learn
 from gspo.trainer import resume, train
 
 SAMPLER = "learner.old_logp=sampler"
+INTERPOLATE = "learner.old_logp=interpolate"
 
 
 def add_noise(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
@@ -113,6 +114,11 @@ def test_a_refused_run_resumes_with_recomputed_log_probs(
         ((SAMPLER, "model.build=tiny_moe", "routing.replay=old"), 'replay = "sampler"'),
         ((SAMPLER, "model.build=tiny_moe", "routing.balance_loss=0.01"), "balance_loss = 0"),
         (("learner.allow_mismatch=true",), 'has no effect with learner.old_logp = "recompute"'),
+        (("learner.old_logp=interpolate",), "differ only with rollout.max_lag"),
+        ((INTERPOLATE, "rollout.max_lag=1", "learner.mini_batches=1"), "saves nothing"),
+        ((INTERPOLATE, "rollout.max_lag=1", "learner.allow_mismatch=true"), "allow_mismatch: has no effect"),
+        ((INTERPOLATE, "rollout.max_lag=1", "objective.name=clip_cov"), "needs old log-probs before the first update"),
+        ((INTERPOLATE, "rollout.max_lag=1", "model.build=tiny_moe"), "routing.record = false"),
     ],
 )
 def test_incompatible_settings_are_refused(
@@ -214,3 +220,45 @@ def test_every_step_has_mismatch_metrics(tiny: Callable[..., Config], parts_of: 
     assert found["mismatch/abs_max"] < 1e-4
     assert found["mismatch/ess"] == pytest.approx(1, abs=1e-6)
     assert found["mismatch/extreme_fraction"] == 0
+
+
+def older_batch(parts: Any) -> tuple[Any, Any]:
+    """The results of training on two batches that the first weights sampled: the second one is two updates old."""
+    first = collect(parts, RolloutState(), clock=Clock())
+    second = collect(parts, first.after, clock=Clock())
+    results = [learn(parts, c.rollouts.groups, step=step) for step, c in enumerate((first, second), start=1)]
+    assert results[0] is not None
+    assert results[1] is not None
+    return results[0], results[1]
+
+
+def test_interpolated_log_probs_lie_between_the_policies_by_their_versions(
+    tiny: Callable[..., Config], parts_of: Any
+) -> None:
+    settings = ("rollout.max_lag=1", "learner.learning_rate=1e-2", "objective.name=grpo", "objective.kl=0")
+    exact, _ = older_batch(parts_of(tiny(*settings, run_dir="exact")))
+    fresh, old = older_batch(parts_of(tiny(*settings, INTERPOLATE, run_dir="interpolated")))
+    # Not older than the current weights: the sampler's own log-probs, except in the first update, which is exact.
+    difference_N = (fresh.tokens.logp_old_N - exact.tokens.logp_old_N).abs()
+    assert difference_N.max() < 1e-4
+    sampler_N, current_N = old.tokens.logp_sampler_N, old.tokens.logp_N
+    moved_N = (current_N - sampler_N).abs() > 1e-3
+    share_N = ((old.tokens.logp_old_N - sampler_N) / (current_N - sampler_N))[moved_N]
+    # Two updates old. In the first update, pi_old is the current policy. One update later, two thirds of the way.
+    assert len(share_N) > 20
+    is_first_N, is_second_N = (share_N - 1).abs() < 1e-3, (share_N - 2 / 3).abs() < 1e-3
+    assert is_first_N.any()
+    assert is_second_N.any()
+    assert (is_first_N | is_second_N).all()
+    assert len(old.log_rho_M) < len(sampler_N), (
+        "no forward of its own: only the first update's tokens are known exactly"
+    )
+
+
+def test_older_weights_are_no_noise_of_the_engine(tiny: Callable[..., Config], parts_of: Any) -> None:
+    """Ratios that start from the sampler contain what training has changed since. That is no reason to stop."""
+    fresh, old = older_batch(parts_of(tiny(SAMPLER, "rollout.max_lag=1", "learner.learning_rate=1e-2")))
+    assert fresh.noise is not None
+    assert old.noise is None
+    assert old.excess == ""
+    assert old.log_rho_M.abs().max() > 1e-3

@@ -12,12 +12,14 @@ SEQUENCE_ROWS = ("gspo", "luspo", "fspo", "gmpo", "sspo", "vespo", "rloo")
 """Objectives that refuse an advantage that varies within a sequence."""
 COV_ROWS = ("clip_cov", "kl_cov")
 HARD_CLIP_ROWS = (
-    "gspo", "gspo_token", "luspo", "grpo", "dr_grpo", "dapo", "reinforce_pp", "maxrl", "ppo_clip", "clip_cov",
+    "gspo", "gspo_token", "gspo_turn", "luspo", "grpo", "dr_grpo", "dapo", "reinforce_pp", "maxrl", "ppo_clip",
+    "clip_cov",
 )  # fmt: skip
 OWN_SAMPLER_ROWS = ("minirl", "dppo_tv", "dppo_kl", "trm")
 """Objectives that already divide by the sampler's probabilities and so refuse `mismatch`."""
 ALL_ROWS = (
-    "gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "luspo", "gmpo", "sapo", "vespo", "maspo", "cispo", "gpg", "rloo",
+    "gspo", "gspo_token", "gspo_turn", "grpo", "dr_grpo", "dapo", "luspo", "gmpo", "sapo", "vespo", "maspo", "cispo",
+    "gpg", "rloo",
     "reinforce_pp", "minirl", "clip_cov", "kl_cov", "ppo_clip", "fspo", "sspo", "maxrl", "minpro", "dppo_tv", "dppo_kl",
     "trm",
 )  # fmt: skip
@@ -25,6 +27,7 @@ TOKEN_ROWS = tuple(row for row in ALL_ROWS if row not in SEQUENCE_ROWS)
 MIXED_CLIP = {
     "gspo": {"clip_low": 8e-3, "clip_high": 9e-3},
     "gspo_token": {"clip_low": 8e-3, "clip_high": 9e-3},
+    "gspo_turn": {"clip_low": 8e-3, "clip_high": 9e-3},
     "luspo": {"clip_low": 8e-3, "clip_high": 9e-3},
 }
 """Clip ranges for sequence-level objectives that clip some but not all sequences of `random_case(scale=0.05)`."""

@@ -174,6 +174,11 @@ def gspo_token(seqs, clip_low=3e-4, clip_high=4e-4, dual_clip=None, length_norm=
     return sum(per_sequence) / len(seqs)
 
 
+def gspo_turn(seqs, clip_low=3e-4, clip_high=4e-4, dual_clip=None):
+    """Completions of a single turn; `test_turns.py` has several."""
+    return gspo_token(seqs, clip_low, clip_high, dual_clip)
+
+
 def gmpo(seqs, clip_low=0.4, clip_high=0.4):
     total = 0.0
     for q in seqs:
@@ -372,14 +377,15 @@ def kl_cov(seqs, cov_kl=1.0):
 ROWS = {
     f.__name__: f
     for f in (
-        gspo, gspo_token, grpo, dr_grpo, dapo, luspo, gmpo, sapo, vespo, maspo, cispo, gpg, rloo, reinforce_pp, minirl,
-        clip_cov, kl_cov, ppo_clip, fspo, sspo, maxrl, minpro, dppo_tv, dppo_kl, trm,
+        gspo, gspo_token, gspo_turn, grpo, dr_grpo, dapo, luspo, gmpo, sapo, vespo, maspo, cispo, gpg, rloo,
+        reinforce_pp, minirl, clip_cov, kl_cov, ppo_clip, fspo, sspo, maxrl, minpro, dppo_tv, dppo_kl, trm,
     )
 }  # fmt: skip
 
 AGGREGATE = {
     "gspo": sequence_mean_of_token_mean,
     "gspo_token": sequence_mean_of_token_mean,
+    "gspo_turn": sequence_mean_of_token_mean,
     "grpo": sequence_mean_of_token_mean,
     "dr_grpo": constant_length,
     "dapo": token_mean,
@@ -510,8 +516,8 @@ def covariance(case):
 # --- group advantages -------------------------------------------------------------------------------------------------
 
 Z_SCORE = (
-    "gspo", "gspo_token", "grpo", "dapo", "luspo", "gmpo", "sapo", "maspo", "cispo", "clip_cov", "kl_cov", "fspo",
-    "sspo", "minpro", "trm",
+    "gspo", "gspo_token", "gspo_turn", "grpo", "dapo", "luspo", "gmpo", "sapo", "maspo", "cispo", "clip_cov", "kl_cov",
+    "fspo", "sspo", "minpro", "trm",
 )  # fmt: skip
 CENTERED = ("dr_grpo", "vespo", "minirl", "dppo_tv", "dppo_kl")
 

@@ -26,7 +26,7 @@ from gspo.record.run_dir import read_jsonl
 from gspo.trainer import train
 
 RANGED = [name for name, row in TABLE.items() if row.trust_region.clip_range is not None]
-SEQUENCE_ROWS = ("gspo", "gspo_token", "luspo")
+SEQUENCE_ROWS = ("gspo", "gspo_token", "gspo_turn", "luspo")
 BOTH = ("clip_low", "clip_high")
 STD = 0.1
 """Standard deviation of a token's log-ratio."""

@@ -30,6 +30,7 @@ CHANGED = {
         {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4},
         {"clip_low": 0.1, "clip_high": 0.2, "length_norm": "none"},
     ],
+    "gspo_turn": [{"clip_low": 8e-3, "clip_high": 5e-3}, {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4}],
     "luspo": [{"clip_low": 8e-3, "clip_high": 5e-3}, {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4}],
     "grpo": [{"clip_low": 0.1, "clip_high": 0.4}, {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5}],
     "dr_grpo": [{"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5}, {"max_length": 17}],
@@ -100,7 +101,7 @@ def test_the_oracle_is_not_vacuous():
     pairs = [(a, b) for a in grads for b in grads if a < b]
     same = [(a, b) for a, b in pairs if torch.allclose(grads[a], grads[b], rtol=1e-6, atol=1e-12)]
     clip = {("ppo_clip", "reinforce_pp"), ("maxrl", "ppo_clip"), ("maxrl", "reinforce_pp")}
-    assert set(same) <= clip | {("gspo", "gspo_token")}
+    assert set(same) <= clip | {("gspo", "gspo_token"), ("gspo", "gspo_turn"), ("gspo_token", "gspo_turn")}
 
 
 @pytest.mark.parametrize("row", ROWS)

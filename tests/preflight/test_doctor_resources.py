@@ -215,6 +215,10 @@ def test_precision_and_reference_are_counted(tiny: Callable[..., Config], examin
     assert half["reference model"] == half["weights"]
     assert "float32 masters" not in full
     assert full["optimizer moments"] == half["optimizer moments"] == 2 * full["weights"]
+    ahead = held("rollout.max_lag=1")
+    assert ahead["sampling process"] == full["weights"]
+    assert ahead["KV cache"] > 0
+    assert held("rollout.max_lag=1", "rollout.sampler_device=cuda:1") == full
 
 
 def test_adapters_and_four_bits_are_counted(tiny: Callable[..., Config], examined: Any, tmp_path: Path) -> None:

@@ -353,6 +353,7 @@ def test_a_plan_of_a_recipe(capsys: Any) -> None:
         ([str(SHAPES / "qwen3-8b"), "--mean-tokens=300"], "--mean-tokens: 300 is more than"),
         ([str(SHAPES / "qwen3-8b"), "--rollout.engine=vllm"], "rollout.engine: only engines with the learner's own"),
         ([str(SHAPES / "qwen3-8b"), "--ranks.sampling_weights=layers"], "ranks.sampling_weights: "),
+        ([str(SHAPES / "qwen3-8b"), "--rollout.max_lag=1"], "rollout.max_lag: "),
         ([str(SHAPES / "qwen3-8b"), "--rollout.prompt=3"], "rollout.prompt"),
     ],
 )

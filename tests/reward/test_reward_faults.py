@@ -58,7 +58,7 @@ CASES = [
     ("return math.inf", "invalid: score: returned inf"),
     ("return 10 ** 400", "invalid: score: returned inf"),
     ("return '1.0'", "invalid: score: returned '1.0' (str), not a number"),
-    ("return [1.0]", "invalid: score: returned [1.0] (list)"),
+    ("return [1.0]", "invalid: score: 1 step rewards, not one for each of 2 tokens"),
     ("return {}", "invalid: score: returned {} (dict)"),
     ("return 1j", "invalid: score: returned 1j (complex)"),
     ("return type('Odd', (), {'__repr__': lambda s: 1 / 0})()", "invalid: score: returned an unprintable Odd"),

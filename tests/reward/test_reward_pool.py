@@ -223,3 +223,40 @@ def test_the_worker_imports_no_torch(make_pool, reward_file, group):
     assert pool.score([group(["7"], answer="7", target=7, numbers=[7])])[0][0].parts["score"] == 0.0
     code = "import sys, gspo.reward.reward; sys.exit('torch' in sys.modules or 'math_verify' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+STEPS = """
+    def tokens(prompts, completions, completion_ids, **columns):
+        return [[0.5] * len(ids) if len(ids) > 1 else {{0: 2.0}} for ids in completion_ids]
+    def marked(prompts, completions, **columns):
+        return [{{1: 1.0, 0: -1.0}}, 3.0]
+"""
+
+
+def test_rewards_of_steps_add_up_and_the_rest_belongs_to_the_last_step(make_pool, reward_file, group):
+    file = reward_file(STEPS.format()).rpartition(":")[0]
+    pool = make_pool(f"{file}:tokens", f"{file}:marked", weights=(2.0, 1.0))
+    ((first, second),) = pool.score([group(["ab", "abcd"], content="Q")])
+    assert first.reward == 2.0
+    assert first.step_rewards == ((0, 0.0), (1, 2.0))
+    assert first.parts == {"tokens": 1.0, "marked": 0.0}
+    # The second function judges the second completion as a whole.
+    assert second.reward == sum(value for _, value in second.step_rewards)
+    assert second.step_rewards[-1] == (len(second.step_rewards) - 1, 1.0 + 3.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "failure"),
+    [
+        ("[1.0]", "invalid: score: 1 step rewards, not one for each of 2 tokens"),
+        ("{5: 1.0}", "invalid: score: a step reward must be a finite number at the index of a token"),
+        ("{'0': 1.0}", "invalid: score: a step reward must be"),
+        ("[1.0, None]", "invalid: score: a step reward must be"),
+        ("{}", "invalid: score: returned {} (dict): no step rewards"),
+    ],
+)
+def test_rewards_of_steps_must_fit_the_tokens(make_pool, reward_file, group, value, failure):
+    pool = make_pool(reward_file(f"def score(prompts, completions, **columns):\n    return [{value}]\n"))
+    ((score,),) = pool.score([group(["ab"], content="Q")])
+    assert score.status is Status.UNSCORED
+    assert score.failure.startswith(failure)

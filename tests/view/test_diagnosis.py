@@ -282,6 +282,20 @@ CASES = [
         "12.0 times",
     ),
     Case(
+        "rollouts too old",
+        "warn",
+        facts(every_step(lag__updates=8.0, lag__steps=2.0, mismatch__ess=0.6)),
+        facts(every_step(lag__updates=8.0, lag__steps=2.0, mismatch__ess=0.95)),
+        "8 optimizer updates old on average (2 steps)",
+    ),
+    Case(
+        "rollouts too old",
+        "warn",
+        facts(every_step(lag__updates=4.0, lag__steps=1.0, clip__fraction_sequences=0.7), learner__old_logp="sampler"),
+        facts(every_step(lag__updates=0.0, lag__steps=0.0, clip__fraction_sequences=0.7), learner__old_logp="sampler"),
+        "are clipped, because ratios start from the sampler",
+    ),
+    Case(
         "time: scoring",
         "note",
         facts(times=phase(reward=0.6)),

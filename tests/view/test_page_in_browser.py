@@ -178,6 +178,27 @@ def test_a_completion_that_was_not_computed_says_why(page: Any, serve: Callable[
     assert "not computed (advantage 0)" in page.locator(".inspector").inner_text()
 
 
+def test_a_conversation_is_shown_turn_by_turn(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    record = completion("train/1", 0, "a" * 12)
+    own = [1] * 4 + [0] * 3 + [1] * 5
+    for name in ("logp_sampler", "logp_old", "logp_new", "clipped_tokens"):
+        record[name] = record[name][: sum(own)]
+    call = {"start": 0, "end": 4, "reward": -0.25, "calls": ["calculate"], "failed_calls": 1}
+    last = {"start": 7, "end": 12, "reward": 1.0, "calls": [], "failed_calls": 0}
+    record |= {"sampled": own, "turns": [call, last], "end": "done"}
+    open_dashboard(page, serve(make_run(tmp_path / "made", completions=[record])))
+    page.goto(page.url.partition("#")[0] + "#/made/5/0/0")
+    page.get_by_role("heading", name="Conversation").wait_for()
+    headings = page.locator(".turn > p").all_inner_texts()
+    assert headings == [
+        "Turn 1: 4 tokens, calls calculate, 1 failed, reward -0.25",
+        "Observation (given to the model, not trained on)",
+        "Turn 2: 5 tokens, reward 1",
+    ]
+    assert [block.locator(".tok").count() for block in page.locator(".turn").all()] == [4, 3, 5]
+    assert "ended: done, 2 turns" in page.locator("aside").inner_text()
+
+
 def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     records = [
         completion("train/1", i, f"answer {i}", clipped_fraction=float(i == 1), sequence_ratio=1 + i / 100)

@@ -139,6 +139,9 @@ EXAMPLES = {
     "clipped": completion("p", 0, "d" * 10, clipped_fraction=0.5, correct=None),
     "truncated": completion("p", 0, "t" * 10, stop="length", correct=None),
     "stopped": completion("p", 0, "s" * 10, stop="stop", correct=None),
+    "failed_calls": completion(
+        "p", 0, "a" * 10, correct=None, turns=[{"start": 0, "end": 10, "reward": None, "calls": [], "failed_calls": 1}]
+    ),
     "thinking_cut": completion("p", 0, "h" * 10, thinking_cut=True, correct=None),
     "unscored": completion("p", 0, "u" * 10, status="unscored", reward=None, correct=None, failure="raised: x"),
     "dropped": completion("p", 0, "l" * 10, trained=False, drop_reason="alone", correct=None),

@@ -10,12 +10,12 @@ any program, and only what fails then is their fault.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from gspo.errors import RewardError
 from gspo.reward.function import one_line
@@ -83,6 +83,9 @@ class Grade:
         return self.passed / self.total
 
 
+Result = TypeVar("Result")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Limits of one program."""
@@ -139,28 +142,8 @@ class Grader:
         self.close()
 
     def _grade_with_retry(self, source: bytes) -> Grade:
-        """Run it next to other programs, and retry it alone if its time passed without CPU use."""
         grade = self._by_output if self._suite.pairs else self._by_judge
-        patience_s = PATIENCE * self._limits.limit_s
-        try:
-            with machine_lock(alone=False, patience_s=patience_s):
-                return grade(source, None)
-        except ProgramWaited:
-            with machine_lock(alone=True, patience_s=patience_s), self._reference_process() as reference:
-                return grade(source, reference)
-
-    @contextmanager
-    def _reference_process(self) -> Iterator[Box]:
-        """A busy-looping process in a sandbox of the same kind. A program could get as much CPU time as it does."""
-        with Box(self._level, "candidate", limit_s=JUDGE_S, memory_mb=self._limits.memory_mb) as reference:
-            reference.ready()
-            try:
-                reference.ask(SPIN, time.monotonic() + SPIN_S)
-            except DeadlinePassed:
-                pass  # expected: the program never answers
-            except ProcessExited as error:
-                raise SandboxError(f"sandbox: the reference process ended: {error}") from None
-            yield reference
+        return _with_retry(self._level, self._limits, lambda reference: grade(source, reference))
 
     def _by_output(self, source: bytes, reference: Box | None) -> Grade:
         with self._box("candidate", mode="stdin") as box:
@@ -253,6 +236,77 @@ class Grader:
             end=End(kind) if why else End.PASSED,
             detail=one_line(detail),
         )
+
+
+def _with_retry(level: Level, limits: Limits, run: Callable[[Box | None], Result]) -> Result:
+    """Run a program next to others, and retry it alone if its time passed without CPU use."""
+    patience_s = PATIENCE * limits.limit_s
+    try:
+        with machine_lock(alone=False, patience_s=patience_s):
+            return run(None)
+    except ProgramWaited:
+        with machine_lock(alone=True, patience_s=patience_s), _reference_process(level, limits) as reference:
+            return run(reference)
+
+
+@contextmanager
+def _reference_process(level: Level, limits: Limits) -> Iterator[Box]:
+    """A busy-looping process in a sandbox of the same kind. A program could get as much CPU time as it does."""
+    with Box(level, "candidate", limit_s=JUDGE_S, memory_mb=limits.memory_mb) as reference:
+        reference.ready()
+        try:
+            reference.ask(SPIN, time.monotonic() + SPIN_S)
+        except DeadlinePassed:
+            pass  # expected: the program never answers
+        except ProcessExited as error:
+            raise SandboxError(f"sandbox: the reference process ended: {error}") from None
+        yield reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRun:
+    """What a script has done."""
+
+    output: str = ""
+    """What it printed, with the traceback of an exception that it did not catch."""
+    problem: str = ""
+    """Why it ended otherwise than by itself, or with an exit code; empty if it did not."""
+
+
+_SCRIPT = """import sys, traceback
+sys.stderr = sys.stdout
+try:
+    exec(compile({program!r}, "<program>", "exec"), {{"__name__": "__main__"}})
+except Exception as error:
+    # Without the frames of this wrapper and of the sandbox.
+    traceback.print_exception(type(error), error, error.__traceback__.tb_next)
+    sys.exit(1)
+"""
+
+
+def run_script(program: str, level: Level, limits: Limits) -> ScriptRun:
+    """Run a program once in the sandbox. What the program causes is in the result; a failure of the sandbox, or a
+    machine without a free processor, is a `RewardError`."""
+    if len(program) > PROGRAM or not _encodable(program):
+        return ScriptRun(problem=f"the program is longer than {PROGRAM} characters, or no valid text")
+    source = encode(_SCRIPT.format(program=program), len).encode()
+
+    def run(reference: Box | None) -> ScriptRun:
+        with Box(level, "candidate", mode="stdin", limit_s=limits.limit_s, memory_mb=limits.memory_mb) as box:
+            box.ready()
+            running = _Program(box, limits.limit_s, reference)
+            running.ask(source)
+            answer = running.ask(encode("", len).encode())
+        match _parsed(answer, b"o"):
+            case [int(code), str(output)]:
+                ending = f"signal {-code}" if code < 0 else f"exit code {code}" if code else ""
+                return ScriptRun(output=output, problem=ending)
+        return ScriptRun(problem=running.gone or "an answer of unknown form")
+
+    try:
+        return _with_retry(level, limits, run)
+    except MachineBusy as error:
+        raise SandboxError(f"sandbox: {error}; use fewer environment.processes") from None
 
 
 class _Program:

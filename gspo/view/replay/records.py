@@ -21,7 +21,7 @@ from gspo.errors import DataError
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import keeps_group
 from gspo.rollout.gather import RolloutBatch
-from gspo.types import Completion, Group, Prompt, Routes, Score, Status, StopReason
+from gspo.types import Completion, Conversation, ConversationEnd, Group, Prompt, Routes, Score, Status, StopReason, Turn
 from gspo.view.completions import grouped
 
 
@@ -175,7 +175,22 @@ def _completion(line: Mapping[str, Any], routes: Routes | None) -> Completion:
         routes=routes,
         sampled=tuple(map(bool, line.get("sampled", ()))),
         thinking_cut=line.get("thinking_cut", False),
+        conversation=_conversation(line) if "turns" in line else None,
     )
+
+
+def _conversation(line: Mapping[str, Any]) -> Conversation:
+    turns = tuple(
+        Turn(
+            start=turn["start"],
+            end=turn["end"],
+            reward=turn["reward"],
+            calls=tuple(turn["calls"]),
+            failed_calls=turn["failed_calls"],
+        )
+        for turn in line["turns"]
+    )
+    return Conversation(turns=turns, end=ConversationEnd(line["end"]), failure=line["failure"])
 
 
 def _routes(line: Mapping[str, Any]) -> Routes:
@@ -190,5 +205,6 @@ def _score(line: Mapping[str, Any]) -> Score:
         reward=line["reward"],
         correct=line["correct"],
         parts=line["parts"],
+        step_rewards=tuple((at, value) for at, value in line.get("step_rewards", ())),
         failure=line["failure"],
     )

@@ -146,6 +146,7 @@ function buildOverview() {
   const view = { kind: "overview", charts };
   view.findings = node("div", {});
   view.times = node("div", {});
+  view.timelines = node("div", {});
   view.events = node("tbody", {});
   view.whole = node("button", { type: "button", hidden: true, onclick: () => zoom(null, null) }, "show all steps");
   const loading = "This is a sample of the steps; the rest of the run is being read …";
@@ -164,6 +165,7 @@ function buildOverview() {
       node("label", {}, "smoothing ", smooth), node("label", {}, "x-axis ", axis), view.whole, view.partial),
     node("div", { class: "grid" }, ...charts.map((c) => c.root)),
     node("section", { class: "card times" }, node("h2", {}, state.setup.phases.title), view.times),
+    view.timelines,
     node("section", { class: "card" },
       node("h2", {}, "Events"), node("div", scroll, node("table", {}, view.events))),
     view.about = node("div", {}));
@@ -188,6 +190,7 @@ function drawOverview() {
   }
   const timed = runs.filter((r) => r.phases.x.length);
   view.times.replaceChildren(...timed.map((r) => drawTimes(state.setup.phases.curves, r.phases, r.name)));
+  view.timelines.replaceChildren(...timelineCard(runs));
   view.events.replaceChildren(...eventTable(runs));
   const names = runs.map((r) => r.name).join();
   if (view.aboutOf !== names) { view.aboutOf = names; drawAbout(runs, view); }

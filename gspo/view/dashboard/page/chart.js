@@ -393,6 +393,40 @@ function drawTimes(phases, data, name) {
   return node("div", { class: "chart" }, node("p", { class: "soft what" }, summary), svg, legend);
 }
 
+// When the last steps were sampled and trained on, as two lanes of bars. A shade is a step.
+function drawTimeline(rows, name) {
+  const W = 600, LANE = 34, GAP = 14, H = 2 * LANE + GAP;
+  const first = Math.min(...rows.map((r) => r.sample_start)), last = Math.max(...rows.map((r) => r.learn_end));
+  const svg = node("svg:svg", {
+    class: "low", viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img",
+    "aria-label": `${name}: when each step was sampled and trained on`,
+  });
+  const x = (t) => ((t - first) / Math.max(last - first, 1e-9)) * W;
+  const bar = (from, to, y, step, what) => {
+    const width = Math.max(x(to) - x(from), 0.5).toFixed(2);
+    const d = `M${x(from).toFixed(2)} ${y}h${width}v${LANE}h-${width}Z`;
+    const text = `step ${step}: ${what} for ${(to - from).toPrecision(3)} s`;
+    svg.append(node("svg:path", { class: `f${step % COLORS}`, d }, node("svg:title", {}, text)));
+  };
+  rows.forEach((r) => {
+    bar(r.sample_start, r.sample_end, 0, r.step, "sampled and scored");
+    bar(r.learn_start, r.learn_end, LANE + GAP, r.step, "trained on");
+  });
+  const busy = (from, to) => format(rows.reduce((sum, r) => sum + r[to] - r[from], 0) / (last - first || 1), "share");
+  const summary = `${name}: above, sampling and scoring of a batch (${busy("sample_start", "sample_end")} of the time);`
+    + ` below, training on it (${busy("learn_start", "learn_end")}). Steps ${rows[0].step} to`
+    + ` ${rows[rows.length - 1].step}, ${(last - first).toPrecision(3)} s; a batch has one color.`;
+  return node("div", { class: "chart" }, node("p", { class: "soft what" }, summary), svg);
+}
+
+// A card with the timelines of the runs that sample ahead of training.
+function timelineCard(runs) {
+  const ahead = runs.filter((r) => r.timeline.length);
+  if (!ahead.length) return [];
+  const lines = ahead.map((r) => drawTimeline(r.timeline, r.name));
+  return [node("section", { class: "card times" }, node("h2", {}, "Sampling and training"), ...lines)];
+}
+
 // The curve itself or, if its key contains NAME, one for each name that the run has, such as that of an evaluation set.
 function named(curve, run) {
   const [start, end] = curve.key.split("NAME");

@@ -52,6 +52,7 @@ function buildReport() {
     node("div", { class: "controls" }, node("label", {}, "smoothing ", smooth)),
     node("div", { class: "grid" }, ...charts.map((c) => c.root)),
     node("section", { class: "card times" }, node("h2", {}, report.setup.phases.title), ...times),
+    ...timelineCard(runs),
     examples.length ? node("h2", {}, "Example completions") : null, ...examples,
     node("details", { class: "card" }, node("summary", {}, "Events"), events),
   ].filter(Boolean));

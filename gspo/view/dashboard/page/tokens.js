@@ -35,6 +35,8 @@ function completionSummary(completion) {
   if (clipped > 0) parts.push(clipped < 1 ? `${format(clipped, "share")} of its tokens clipped` : "clipped");
   if (completion.stop === "length") parts.push("truncated");
   if (completion.thinking_cut) parts.push("thinking cut");
+  const turns = turnCount(completion);
+  if (turns) parts.push(`${turns} turn${turns === 1 ? "" : "s"}`);
   if (!completion.trained) parts.push(`not trained on: ${completion.drop_reason || "unknown"}`);
   if (completion.computed === false) parts.push("not computed");
   return parts.join(", ");
@@ -89,6 +91,33 @@ function tableRow(name, value) {
   return node("tr", {}, node("th", {}, name), node("td", {}, value));
 }
 
+// The list of completions has the number of turns, a single completion has the turns.
+function turnCount(completion) {
+  return Array.isArray(completion.turns) ? completion.turns.length : completion.turns || 0;
+}
+
+// The tokens of a conversation by who wrote them: [start, end, turn], where turn is null for an observation.
+function segments(completion) {
+  const found = [];
+  let at = 0;
+  for (const turn of Array.isArray(completion.turns) ? completion.turns : []) {
+    if (turn.start > at) found.push([at, turn.start, null]);
+    found.push([turn.start, turn.end, turn]);
+    at = turn.end;
+  }
+  if (at < completion.tokens.length) found.push([at, completion.tokens.length, null]);
+  return found;
+}
+
+function turnHeading(turn, number) {
+  if (turn === null) return "Observation (given to the model, not trained on)";
+  const facts = [`Turn ${number}: ${turn.end - turn.start} tokens`];
+  if (turn.calls.length) facts.push(`calls ${turn.calls.join(", ")}`);
+  if (turn.failed_calls) facts.push(`${turn.failed_calls} failed`);
+  if (known(turn.reward)) facts.push(`reward ${format(turn.reward)}`);
+  return facts.join(", ");
+}
+
 class TokenView {
   constructor(completion) {
     this.completion = completion;
@@ -98,15 +127,30 @@ class TokenView {
     const hint = node("p", { class: "soft" }, "Point at a token, or move with ← and →.");
     this.inspector = node("div", { class: "inspector", "aria-live": "polite" }, hint);
     this.scaleBar = node("span", { class: "scale" });
-    this.text = node("p", { class: "text", dir: "auto" });
+    this.text = node("div", { class: "text", dir: "auto" });
     this.spans = completion.tokens.map((_, i) => (
       node("span", { class: "tok", tabindex: i ? -1 : 0, "data-at": i }, this.piece(i))));
-    this.text.append(...this.spans);
+    this.arrange();
     if (!completion.tokens.length) this.text.append(node("span", { class: "soft" }, "(empty completion)"));
     this.text.addEventListener("pointerover", (e) => this.inspect(e.target));
     this.text.addEventListener("focusin", (e) => this.inspect(e.target));
     this.text.addEventListener("keydown", (e) => this.key(e));
     this.applyColors();
+  }
+
+  // All tokens, or a block for each turn and observation of a conversation.
+  arrange() {
+    if (!turnCount(this.completion)) {
+      this.text.append(...this.spans);
+      return;
+    }
+    let number = 0;
+    for (const [start, end, turn] of segments(this.completion)) {
+      number += turn ? 1 : 0;
+      const heading = node("p", { class: "soft" }, turnHeading(turn, number));
+      const block = node("div", { class: turn ? "turn" : "turn given" }, heading, ...this.spans.slice(start, end));
+      this.text.append(block);
+    }
   }
 
   piece(i) {
@@ -192,6 +236,7 @@ function factTable(completion) {
     tableRow("advantage", format(completion.advantage)),
     tableRow("length", `${completion.length} tokens`),
     tableRow("stop reason", stop),
+    completion.end ? tableRow("conversation", `ended: ${completion.end}, ${turnCount(completion)} turns`) : null,
     completion.thinking_cut ? tableRow("thinking", "cut at its budget") : null,
     tableRow("policy version", `${completion.version} updates`),
     completion.flips ? tableRow("expert flips", String(completion.flips)) : null,
@@ -203,7 +248,7 @@ function completionView(completion) {
   const prompt = node("p", { class: "text", dir: "auto" }, completion.prompt || "");
   const more = `${completion.omitted_tokens?.toLocaleString("en")} more tokens are not shown.`;
   const scale = view.modes.length ? view.scaleBar : null;
-  const controls = node("div", { class: "controls" }, node("h2", {}, "Completion"), view.chooser(), scale);
+  const controls = node("div", { class: "controls" }, node("h2", {}, turnCount(completion) ? "Conversation" : "Completion"), view.chooser(), scale);
   const card = (...children) => node("section", { class: "card" }, ...children);
   return node("div", { class: "sides" },
     node("div", {},

@@ -1,0 +1,155 @@
+"""Observations as tokens: what the chat template writes between two turns of the model.
+
+In: the messages of an observation. Out: the tokens that follow what the model sampled, up to the start of its next
+turn. Invariant: what was sampled is never tokenized again. The template writes a short conversation with a placeholder
+for the model's turn, and what follows the placeholder is added to the tokens so far. So it is the same for every
+conversation, whatever the template would make of earlier turns.
+
+A template that changes what the model wrote in earlier turns (drops its thinking, writes its tool calls anew) is found
+by a trial before the run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gspo.config import EnvironmentConfig
+from gspo.data.chat import Chat, render_all, uses_template
+from gspo.environment.tool_calls import detect
+from gspo.errors import ConfigError, DataError
+from gspo.types import Messages
+
+_ASKED = {"role": "user", "content": "A question."}
+_TURN = "1f4c9a7e placeholder"
+_CALL_ID = "a1b2c3d4e"
+_THINKING = "<think>\n5b0d2c thoughts\n</think>\n\n"
+"""Thinking as most models write it, for the trial."""
+_REWRITTEN = (
+    "the chat template drops or changes what the model thought in earlier turns before a message of role {role}, and "
+    'sampled tokens are never changed here; set it to "verbatim" to continue conversations with what was sampled, or '
+    "use a template that keeps thinking"
+)
+
+
+class ObservationTemplate:
+    """Writes observations for one tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        tools: Sequence[dict[str, Any]],
+        *,
+        chat: Chat = "auto",
+        rewritten: str = "refuse",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.end_id = stop_ids[0]
+        """The token that ends a turn in a demonstration."""
+        self._tools = list(tools)
+        self._chat = chat
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special = {*map(str, tokenizer.all_special_tokens), *(t.content for t in added if t.special)} - {""}
+        self._special = sorted(special, key=lambda text: (-len(text), text))
+        self._changed_before: set[str] = set()
+        """Roles of observations before which the template changes what the model thought."""
+        self.templated = uses_template(tokenizer, chat=chat)
+        if self.templated:
+            self._try(rewritten)
+
+    def token_ids(self, messages: Messages, *, ended: bool, call: str = "") -> tuple[int, ...]:
+        """The tokens of an observation and of the start of the next turn.
+
+        `ended` says whether the turn before it ended with an end token, which the template writes, too. `call` is the
+        name of the tool whose result is the first message."""
+        if changed := sorted(self._changed_before.intersection(m["role"] for m in messages)):
+            raise DataError(f"environment.rewritten_history: {_REWRITTEN.format(role=changed[0])}")
+        shown = [{**m, "content": self.neutral(m["content"])} for m in messages]
+        if not self.templated:
+            text = "".join(m["content"] for m in shown)
+        else:
+            end, after = self._after_turn(shown, call)
+            text = after if ended else end + after
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def neutral(self, text: str) -> str:
+        """Text in which no special token is left: what a tool returns must not look like a turn of somebody else."""
+        for token in self._special:
+            if token in text:
+                text = text.replace(token, f"{token[:1]} {token[1:]}")
+        return text
+
+    def _after_turn(self, messages: Messages, call: str) -> tuple[str, str]:
+        """The end token of the model's turn, and the text after it."""
+        whole = self._whole(messages, call)
+        after = whole[whole.rindex(_TURN) + len(_TURN) :]
+        found = [(at, -len(token), token) for token in self._special if (at := after.find(token)) >= 0]
+        if not found:
+            raise ConfigError(
+                "environment.name: the chat template ends the model's turns without an end token, so observations "
+                "cannot follow them; use a chat model"
+            )
+        at, _, end = min(found)
+        return end, after[at + len(end) :]
+
+    def _whole(self, messages: Messages, call: str) -> str:
+        """A conversation with a placeholder as the model's turn, and the observation after it."""
+        results = [m for m in messages if m["role"] == "tool"]
+        chats: list[Messages] = []
+        if results and self._tools:
+            # Some templates write a tool's result only after a call, and with its name. A malformed call has none.
+            call = call or self._tools[0]["function"]["name"]
+            called = {"name": call, "arguments": {"placeholder": _TURN}}
+            calls = [{"id": _CALL_ID, "type": "function", "function": called}]
+            named = [{"name": call, "tool_call_id": _CALL_ID, **m} if m["role"] == "tool" else m for m in messages]
+            chats.append([_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *named])
+        chats.append([_ASKED, {"role": "assistant", "content": _TURN}, *messages])
+        failure = ""
+        for chat in chats:
+            try:
+                text = str(
+                    self.tokenizer.apply_chat_template(
+                        chat, tools=self._tools or None, tokenize=False, add_generation_prompt=True
+                    )
+                )
+            except Exception as error:  # a template is a program that may raise anything
+                failure = str(error).splitlines()[0] if str(error) else type(error).__name__
+                continue
+            if _TURN in text:
+                return text
+        roles = sorted({m["role"] for m in messages})
+        raise DataError(
+            f"the chat template does not write messages of role {', '.join(roles)} after a turn of the model"
+            f"{f': {failure}' if failure else ''}; use another role for observations, or another model"
+        )
+
+    def _try(self, rewritten: str) -> None:
+        """Raise before the run starts if observations cannot be written, or if the template rewrites earlier turns."""
+        roles = ["tool", "user"] if self._tools else ["user"]
+        turn = {"role": "assistant", "content": f"{_THINKING}A remark."}
+        histories: list[str | Messages] = [[_ASKED, turn, {"role": role, "content": "So."}] for role in roles]
+        # In a child process with limits: nothing else has run the template yet.
+        rendered = render_all(histories, self.tokenizer, chat=self._chat, tools=self._tools)
+        if rewritten == "refuse":
+            # A template may write a tool's result only after a call of its own form. Then this says nothing.
+            written = {
+                role: one[0] for role, one in zip(roles, rendered, strict=True) if not isinstance(one, DataError)
+            }
+            self._changed_before = {role for role, text in written.items() if _THINKING.strip() not in text}
+        if roles[0] in self._changed_before:
+            raise ConfigError(f"environment.rewritten_history: {_REWRITTEN.format(role=roles[0])}")
+        self.token_ids([{"role": roles[0], "content": "So."}], ended=True)
+
+
+def tool_format(config: EnvironmentConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]) -> str:
+    """How the model writes tool calls."""
+    if config.tool_format != "auto" or not tools:
+        return "call" if config.tool_format == "auto" else config.tool_format
+    found = detect(str(getattr(tokenizer, "chat_template", None) or ""))
+    if found is None:
+        raise ConfigError(
+            "environment.tool_format: the chat template shows no known form of tool calls; set hermes, llama, gpt_oss "
+            "or call, and teach it with data.system or a cold start"
+        )
+    return found

@@ -1,0 +1,192 @@
+"""Tools: typed Python functions that the model may call.
+
+In: a function with annotations and a docstring; later the arguments that a model wrote. Out: its JSON schema, as chat
+templates expect it; later its result as text. Invariant: arguments that do not match the annotations never reach the
+function. They are a `ToolError`, whose message the model sees.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+from gspo.errors import ConfigError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+LONGEST_RESULT = 100_000
+"""Maximum length of a result in characters. The rest of a longer one is dropped, with a mark."""
+_KINDS: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    dict: "object",
+    list: "array",
+}
+_MARK = "__gspo_tool__"
+
+
+class ToolError(Exception):
+    """A call that cannot be answered, for a reason that the model may see and correct. Tools may raise it, too."""
+
+
+class ToolUnavailable(Exception):
+    """A tool failed for a reason that the model has no part in, such as a server that is down. The completion is
+    unscored. Any other exception of a tool is shown to the model."""
+
+
+def tool(function: Function) -> Function:
+    """Make a method of an `Environment` a tool of the model."""
+    setattr(function, _MARK, True)
+    return function
+
+
+def marked_tools(environment: Any) -> dict[str, Callable[..., Any]]:
+    """The methods with `@tool`, by name, in the order of their definition."""
+    names = dict.fromkeys(name for cls in reversed(type(environment).__mro__) for name in vars(cls))
+    return {
+        name: getattr(environment, name)
+        for name in names
+        if getattr(getattr(type(environment), name, None), _MARK, False)
+    }
+
+
+# ------------------------------------------------------------------------------------------------- schemas
+
+
+def schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a tool: its name, docstring, and the types of its parameters."""
+    name = function.__name__
+    summary, about = _documentation(inspect.getdoc(function) or "")
+    if not summary:
+        raise ConfigError(f"tool {name}: has no docstring, which tells the model what it does; write one")
+    hints = _hints(function)
+    properties: dict[str, Any] = {}
+    required = []
+    for parameter in _parameters(function):
+        if parameter.name not in hints:
+            raise ConfigError(f"tool {name}: parameter {parameter.name} has no type; annotate it, for example with str")
+        properties[parameter.name] = _type_schema(hints[parameter.name], f"tool {name}: parameter {parameter.name}")
+        if parameter.name in about:
+            properties[parameter.name]["description"] = about[parameter.name]
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    found = list(inspect.signature(function).parameters.values())
+    for parameter in found:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"tool {function.__name__}: parameter {parameter.name} has no name for the model to use")
+    return found
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except Exception as error:  # an annotation may name anything
+        raise ConfigError(f"tool {function.__name__}: its annotations cannot be read: {error}") from None
+
+
+def _documentation(text: str) -> tuple[str, dict[str, str]]:
+    """The text before `Args:`, and the descriptions of the parameters after it."""
+    summary, _, rest = text.partition("\nArgs:")
+    about: dict[str, str] = {}
+    name = ""
+    for line in rest.split("\nReturns:")[0].splitlines():
+        if found := re.match(r"\s+(\w+)(?: ?\([^)]*\))?:\s*(.*)", line):
+            name = found[1]
+            about[name] = found[2].strip()
+        elif name and line.strip():
+            about[name] += f" {line.strip()}"
+    return " ".join(summary.split("\nReturns:")[0].split()), about
+
+
+def _type_schema(hint: Any, where: str) -> dict[str, Any]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _KINDS:
+        return {"type": _KINDS[hint]}
+    if origin is Literal and all(isinstance(choice, str) for choice in arguments):
+        return {"type": "string", "enum": list(arguments)}
+    if origin is list:
+        return {"type": "array", "items": _type_schema(arguments[0], where)}
+    if origin is dict:
+        return {"type": "object"}
+    if origin in (typing.Union, types.UnionType):
+        options = [option for option in arguments if option is not types.NoneType]
+        if len(options) == 1:
+            return {**_type_schema(options[0], where), "nullable": True}
+    raise ConfigError(f"{where}: type {hint} has no JSON schema; use str, int, float, bool, list, dict or Literal")
+
+
+# ------------------------------------------------------------------------------------------------- calls
+
+
+def call(tools: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]) -> str:
+    """The result of a tool as text. A `ToolError` if there is no such tool, or if the arguments do not fit it."""
+    if name not in tools:
+        raise ToolError(f"there is no tool {name[:100]!r}; there are: {', '.join(tools) or 'none'}")
+    function = tools[name]
+    parameters = {parameter.name: parameter for parameter in _parameters(function)}
+    hints = _hints(function)
+    for key in arguments:
+        if key not in parameters:
+            raise ToolError(f"{name} has no parameter {key[:100]!r}; it has: {', '.join(parameters) or 'none'}")
+    values = {}
+    for key, parameter in parameters.items():
+        if key in arguments:
+            values[key] = _checked(arguments[key], hints[key], f"{name}: {key}")
+        elif parameter.default is parameter.empty:
+            raise ToolError(f"{name}: parameter {key!r} is missing")
+    return result_text(function(**values))
+
+
+def only_argument(function: Callable[..., Any], text: str) -> dict[str, Any]:
+    """The arguments of a call in format `call`, which has one, as text and without its name."""
+    parameters = _parameters(function)
+    if not parameters:
+        return {} if not text else {"": text}
+    name = parameters[0].name
+    if _hints(function).get(name) is str:
+        return {name: text}
+    try:
+        return {name: json.loads(text)}
+    except (ValueError, RecursionError):
+        return {name: text}  # not of the annotated type, which the model is told
+
+
+def result_text(value: Any) -> str:
+    """A result as the model reads it: text as it is, anything else as JSON if that is possible."""
+    if not isinstance(value, str):
+        try:
+            value = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError):
+            value = str(value)
+    return value if len(value) <= LONGEST_RESULT else value[:LONGEST_RESULT] + " … (truncated)"
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    """The argument, if it has the annotated type. JSON writes whole numbers of type float without a decimal point."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        option = next(option for option in arguments if option is not types.NoneType)
+        return None if value is None else _checked(value, option, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise ToolError(f"{where} must be one of {', '.join(map(repr, arguments))}")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    kind = origin or hint
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ToolError(f"{where} must be of type {_KINDS[kind]}, not {json.dumps(value)[:100]}")
+    if origin is list:
+        return [_checked(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(value)]
+    return value

@@ -1,0 +1,136 @@
+"""The batches of the next steps in a checkpoint: those that are collected, and from which weights the others come.
+
+    in_flight.json         one entry per step: which weights sample its batch, and the batch if it is collected
+    weights-000011.tensors the weights after step 11, if a batch that is not collected yet needs them; in safetensors
+                           format, but without that suffix, because vLLM would load it as weights
+
+In: the plan of the steps after a checkpoint. Out: the same plan, after a resume. Invariant: with these files and the
+weights of the checkpoint itself, every batch that the plan names is either restored or sampled again from the same
+weights, so nothing is lost and nothing is sampled twice. What is read was checked against the checkpoint's manifest,
+and every value is converted to its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gspo.data.difficulty import Difficulty
+from gspo.errors import CheckpointError
+from gspo.ranks.codec import convert, encode
+from gspo.rollout.gather import CollectResult
+
+FILE = "in_flight.json"
+ROUNDING = 1e-3
+"""Rounding can make a log-prob slightly positive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """The permission to sample the batch of a step."""
+
+    step: int
+    """The step that trains on it."""
+    weights: int
+    """The step after which its weights are taken."""
+    version: int
+    """Their version: how many optimizer steps are behind them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A step after a checkpoint."""
+
+    ticket: Ticket
+    batch: CollectResult | None
+    """None if the batch is not collected yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """The steps after a checkpoint, in order, and the weights that they still need."""
+
+    entries: tuple[Entry, ...]
+    older: Mapping[int, Mapping[str, Tensor]]
+    """The weights from before the checkpoint, by the step after which they were taken."""
+
+
+def older_weights(entries: Sequence[Entry], step: int) -> list[int]:
+    """The weights from before `step` that batches still need."""
+    return sorted({e.ticket.weights for e in entries if e.batch is None and e.ticket.weights < step})
+
+
+def save(folder: Path, in_flight: InFlight) -> None:
+    """Write the files into a checkpoint."""
+    (folder / FILE).write_bytes(encode({"entries": list(map(_entry_fields, in_flight.entries))}) + b"\n")
+    for step, weights in in_flight.older.items():
+        save_file(dict(weights), _weights_file(folder, step))
+
+
+def read(folder: Path, step: int) -> InFlight | None:
+    """The plan in the checkpoint of `step`; None if it has none, because sampling and training take turns.
+
+    Raises `CheckpointError` for what no run writes."""
+    if not (folder / FILE).is_file():
+        return None
+    try:
+        entries = tuple(map(_entry, orjson.loads((folder / FILE).read_bytes())["entries"]))
+        older = {older: load_file(_weights_file(folder, older)) for older in older_weights(entries, step)}
+    except Exception as error:  # a stranger's file may have any shape
+        raise CheckpointError(f"{folder / FILE}: cannot be read ({type(error).__name__}: {error})") from error
+    collected = [entry.batch is not None for entry in entries]
+    steps = [entry.ticket.step for entry in entries]
+    if steps != list(range(step + 1, step + 1 + len(steps))) or collected != sorted(collected, reverse=True):
+        raise CheckpointError(f"{folder / FILE}: is not about the steps after {step}; no run writes such a file")
+    return InFlight(entries=entries, older=older)
+
+
+def _weights_file(folder: Path, step: int) -> Path:
+    return folder / f"weights-{step:06d}.tensors"
+
+
+def _check(batch: CollectResult) -> None:
+    """Raise `ValueError` for completions that no engine samples."""
+    for completion in (c for group in batch.rollouts.sampled for c in group.completions):
+        ids, logp = completion.token_ids, completion.logp_sampler
+        if not ids or not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError(f"{completion.prompt_id}: invalid token ids")
+        if len(logp) != completion.sampled_count or not all(type(v) is float and v < ROUNDING for v in logp):
+            raise ValueError(f"{completion.prompt_id}: invalid log-probs")
+
+
+def _entry_fields(entry: Entry) -> dict[str, Any]:
+    batch = entry.batch
+    if batch is None:
+        return {"ticket": entry.ticket, "batch": None, "difficulty": None}
+    difficulty = batch.after.difficulty
+    measured = difficulty and {
+        "correct": difficulty.correct.tolist(),
+        "judged": difficulty.judged.tolist(),
+        "skipped": difficulty.skipped,
+    }
+    plain = replace(batch, after=replace(batch.after, difficulty=None))
+    return {"ticket": entry.ticket, "batch": plain, "difficulty": measured}
+
+
+def _entry(fields: Mapping[str, Any]) -> Entry:
+    batch: CollectResult | None = convert(CollectResult | None, fields["batch"])
+    measured = fields["difficulty"]
+    if batch is not None and measured is not None:
+        difficulty = Difficulty(
+            correct=np.array(measured["correct"], dtype=np.float64),
+            judged=np.array(measured["judged"], dtype=np.float64),
+            skipped=tuple(measured["skipped"]),
+        )
+        batch = replace(batch, after=replace(batch.after, difficulty=difficulty))
+    if batch is not None:
+        _check(batch)
+    ticket: Ticket = convert(Ticket, fields["ticket"])
+    return Entry(ticket=ticket, batch=batch)

@@ -1,0 +1,260 @@
+"""Runs with an environment: what they record, that a resume and a replay repeat them, and that observations are only
+read, never trained on."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated_vllm import SimulatedVllm
+from tiny_runs import tiny_tree
+
+from gspo import config as settings
+from gspo.config import Config
+from gspo.context import RunContext
+from gspo.environment.setup import RunEnvironment
+from gspo.errors import ConfigError
+from gspo.evaluation import evaluate
+from gspo.learner.batch import prepare_batch
+from gspo.objectives.samples import train_samples
+from gspo.preflight.context import PreflightContext
+from gspo.preflight.examine import CHECKS, run_checks
+from gspo.preflight.findings import Level
+from gspo.ranks.codec import decode, encode
+from gspo.record.metric_definitions import METRICS
+from gspo.rollout.engine import EngineContext
+from gspo.rollout.engines.vllm import VllmEngine
+from gspo.step import learn
+from gspo.trainer import resume, train
+from gspo.trust import all_code
+from gspo.types import Completion, Conversation, ConversationEnd, Group, Prompt, Score, Status, StopReason, Turn
+from gspo.view.completions import Completions
+
+GAME = """
+from gspo.environment import Environment
+
+class Game(Environment):
+    "Random models never solve anything, so the reward is for what varies."
+    def reset(self, row):
+        self.steps = 0
+
+    def step(self, message):
+        self.steps += 1
+        size = len(message["content"]) + 0.01 * self.rng.random()
+        return f"{self.rng.randint(0, 9)}", float(size), self.steps == 1 + len(message["content"]) % 2
+"""
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> Callable[..., Config]:
+    (tmp_path / "game.py").write_text(GAME)
+
+    def build(*overrides: str, run_dir: str = "run") -> Config:
+        tree: dict[str, Any] = tiny_tree(tmp_path / run_dir)
+        del tree["reward"]["functions"]
+        tree["rollout"]["max_tokens"] = 40
+        tree["environment"] = {
+            "name": f"{tmp_path}/game.py:Game",
+            "turn_tokens": 8,
+            "max_turns": 3,
+            # Rounds of sampling must not depend on the speed of the machine: this run is compared bitwise.
+            "patience_s": 600.0,
+        }
+        config = settings.override(tree, overrides, where="test")
+        settings.check(config)
+        return config
+
+    return build
+
+
+def test_a_run_resumes_bitwise_and_its_record_shows_the_turns(
+    game: Callable[..., Config], tmp_path: Path, display: Any
+) -> None:
+    train(game("objective.name=gspo_turn"), display=display)
+    train(game("objective.name=gspo_turn", "steps=2", run_dir="part"), display=display)
+    resume(tmp_path / "part", display, steps=3)
+    whole, part = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("run", "part"))
+    assert whole == part
+    metrics = [json.loads(line) for line in whole.splitlines()]
+    assert all(row["conversation/turns"] > 1 for row in metrics if row["step"])
+    names = {m.key.replace("/NAME", "/turns") for m in METRICS if m.key.startswith("conversation/")}
+    assert all(names <= set(row) for row in metrics if row["step"])
+
+    shown = Completions(tmp_path / "run")
+    records = shown.of(3)
+    turns = next(r for r in records if len(r["turns"]) > 1)["turns"]
+    assert turns[0]["start"] == 0
+    assert turns[0]["end"] < turns[1]["start"]
+    mixed = [r for r in records if r["trained"]]
+    assert mixed
+    for group, members in enumerate(shown.groups(3)):
+        for number, _ in enumerate(members["completions"]):
+            one = shown.completion(3, group, number)
+            assert one is not None
+            given = [i for i, own in enumerate(one.get("sampled") or []) if not own]
+            assert all(one["logp_sampler"][i] is None for i in given)
+
+
+def conversation(reward: float, observation: tuple[int, ...], sample: int) -> tuple[Completion, Score]:
+    """Two turns with an observation between them."""
+    first, second = (5, 6, 7), (8, 9)
+    ids = (*first, *observation, *second)
+    split = len(first), len(first) + len(observation)
+    done = Completion(
+        prompt_id="train/0",
+        sample=sample,
+        token_ids=ids,
+        text="",
+        logp_sampler=(-1.0, -2.0, -1.5, -0.5, -1.0),
+        stop=StopReason.EOS,
+        version=0,
+        sampled=tuple(not split[0] <= i < split[1] for i in range(len(ids))),
+        conversation=Conversation(
+            turns=(Turn(start=0, end=split[0], reward=0.5), Turn(start=split[1], end=len(ids), reward=reward)),
+            end=ConversationEnd.DONE,
+        ),
+    )
+    return done, Score(status=Status.SCORED, reward=0.5 + reward, correct=True, step_rewards=((2, 0.5), (4, reward)))
+
+
+def batch_of(context: RunContext, observation: tuple[int, ...]) -> tuple[list[Group], Any]:
+    prompt = context.problems.train[0]
+    pairs = [conversation(float(i), observation, i) for i in range(4)]
+    groups = [Group(prompt=prompt, completions=[c for c, _ in pairs], scores=[s for _, s in pairs])]
+    samples = train_samples(groups, context.objective, max_tokens=40)
+    return groups, prepare_batch(context, samples, step=1, complete=True)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "gspo_turn", "grpo"])
+def test_observations_are_context_alone(game: Callable[..., Config], parts_of: Any, name: str) -> None:
+    context = parts_of(game(f"objective.name={name}", "objective.kl=0", "objective.entropy=0.01"))
+    short, long = (batch_of(context, observation)[1] for observation in ((10, 11), (10, 11, 12, 13, 10)))
+    # Nothing that is counted, weighted or compared depends on them...
+    assert torch.equal(short.tokens.advantage_N, long.tokens.advantage_N)
+    assert torch.equal(short.tokens.sequences.length_B, long.tokens.sequences.length_B)
+    assert short.tokens.turn_N.tolist() == [0, 0, 0, 1, 1] * 4
+    assert short.plan.tokens == long.plan.tokens == 20
+    # ... but later turns read them, and earlier ones do not.
+    first_N = short.tokens.turn_N == 0
+    old, other = short.tokens.logp_old_N, long.tokens.logp_old_N
+    torch.testing.assert_close(old[first_N], other[first_N])
+    assert not torch.isclose(old[~first_N], other[~first_N]).any()
+
+
+def trained(context: RunContext, observation: tuple[int, ...], own: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    """The weights after a step on conversations with this observation, with every term that a loss may have.
+
+    Attention is off, so a token is predicted from the one before it alone."""
+    model = context.policy.model
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.self_attn.o_proj.weight.requires_grad_(False)
+    context = replace(context, reference=copy.deepcopy(model))
+    groups, _ = batch_of(context, observation)
+    if own:
+        changed = [replace(c, token_ids=(*own, *c.token_ids[len(own) :])) for c in groups[0].completions]
+        groups = [replace(groups[0], completions=changed)]
+    learned = learn(context, groups, step=1)
+    assert learned is not None
+    return {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+
+
+def test_no_term_of_the_loss_is_about_observations(game: Callable[..., Config], parts_of: Any) -> None:
+    # The last token of an observation is what the next turn is predicted from. The others are predicted by nothing
+    # that is trained, and predict nothing that is.
+    options = ("objective.name=gspo_token", "objective.kl=0.5", "objective.entropy=0.1", "learner.mini_batches=2")
+    variants = [((10, 11, 14), ()), ((12, 13, 14), ()), ((15, 10, 13, 11, 14), ()), ((10, 11, 14), (5, 9, 7))]
+    weights = [trained(parts_of(game(*options, run_dir=f"run{i}")), *variant) for i, variant in enumerate(variants)]
+
+    def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+        return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+    assert furthest(weights[0], weights[1]) < 1e-6
+    assert furthest(weights[0], weights[2]) < 1e-6
+    assert furthest(weights[0], weights[3]) > 1e-4  # another token of the model's own
+
+
+def test_the_doctor_tries_the_environment(game: Callable[..., Config]) -> None:
+    with ExitStack() as stack:
+        checks = [check for check in CHECKS if check.name not in ("memory", "disk", "run directory", "time")]
+        findings = run_checks(PreflightContext(config=game(), stack=stack), checks, show=lambda finding: None)
+    assert not [f.what for f in findings if f.level is Level.FAIL]
+    assert any("Game begins all problems: no tools" in f.what for f in findings)
+    assert any("answers a message" in f.what for f in findings)
+
+
+def test_an_evaluation_has_conversations_with_the_environment(
+    game: Callable[..., Config], parts_of: Any, tmp_path: Path
+) -> None:
+    context = parts_of(game("eval.greedy=true"))
+    done = evaluate(
+        context.engine,
+        context.rewards,
+        context.problems.held_out[:3],
+        samples=2,
+        greedy=True,
+        sampling=context.config.rollout.sampling,
+        seed=0,
+        stream="eval/1",
+    )
+    assert done.greedy_groups is not None
+    greedy = [c for group in done.greedy_groups for c in group.completions]
+    sampled = [c for group in done.groups for c in group.completions]
+    assert all(set(c.logp_sampler) == {0.0} for c in greedy)
+    assert all(c.conversation and set(c.logp_sampler) != {0.0} for c in sampled)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.min_tokens=2", "rollout.min_tokens: is not supported for the turns of environment.name"),
+        ("rollout.thinking_budget=5", "rollout.thinking_budget: is not supported"),
+        ("rollout.max_lag=1", "rollout.max_lag: conversations with environment.name cannot be sampled ahead"),
+        ("environment.turn_tokens=50", "environment.turn_tokens: 50 is more than rollout.max_tokens = 40"),
+        ("environment.name=", "environment.max_turns: has no effect without environment.name"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(game: Callable[..., Config], override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        game(override)
+
+
+def test_greedy_conversations_are_the_same_on_both_engines(game: Callable[..., Config], parts_of: Any) -> None:
+    config = game()
+    context = parts_of(config)
+    environment = RunEnvironment(config)
+    try:
+        prompts = environment.open(context.problems.held_out[:4], context.policy.tokenizer)
+        policy = context.policy
+        parts = EngineContext(model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids)
+        served = environment.engine(VllmEngine(parts, SimulatedVllm(policy.model)), policy)
+        # A model that was not trained hardly ever ends a turn by itself.
+        sampling = replace(config.rollout.sampling.greedy, stop=tuple("0123456789sort "))
+        options = {"sampling": sampling, "seed": 0, "stream": "eval/1", "version": 0}
+        ours, theirs = (engine.generate(prompts, samples=2, **options) for engine in (context.engine, served))
+    finally:
+        environment.close()
+    assert any(len(c.conversation.turns) > 1 for group in ours for c in group if c.conversation)
+    assert ours == theirs
+
+
+def test_conversations_are_sent_between_ranks_unchanged() -> None:
+    prompt = Prompt(id="p", content="", text="", token_ids=(1,))
+    done, score = conversation(1.0, (10, 11), 0)
+    group = Group(prompt=prompt, completions=[done], scores=[score])
+    assert decode(Group, encode(group)) == group
+
+
+def test_a_run_directory_names_the_code_of_its_environment(game: Callable[..., Config]) -> None:
+    config = game()
+    code = all_code(config, [])[0]  # the modules that it imports follow
+    assert code.what == f"environment.name imports {config.environment.name.replace(':', ' and uses ')}"
+    assert code.digest

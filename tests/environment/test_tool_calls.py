@@ -1,0 +1,172 @@
+"""Tools and tool calls: schemas from Python functions, and each model family's format, parsed strictly."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from gspo.environment.tool_calls import FORMATS, ToolCall, detect, parse, write
+from gspo.environment.tools import ToolError, call, schema
+from gspo.errors import ConfigError
+
+
+def book(
+    city: str, nights: int = 1, room: Literal["single", "double"] = "single", tags: list[str] | None = None
+) -> Any:
+    """Book a room.
+
+    Args:
+        city: Where,
+            by name.
+        nights (int): How many.
+
+    Returns:
+        A number.
+    """
+    return {"city": city, "nights": nights, "room": room, "tags": tags}
+
+
+def test_a_schema_has_the_types_and_texts_of_the_function() -> None:
+    assert schema(book) == {
+        "type": "function",
+        "function": {
+            "name": "book",
+            "description": "Book a room.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "Where, by name."},
+                    "nights": {"type": "integer", "description": "How many."},
+                    "room": {"type": "string", "enum": ["single", "double"]},
+                    "tags": {"type": "array", "items": {"type": "string"}, "nullable": True},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+
+
+def test_a_tool_needs_a_docstring_and_types() -> None:
+    def silent(text: str) -> str:
+        return text
+
+    def untyped(text) -> str:  # type: ignore[no-untyped-def]
+        """Has no type."""
+        return str(text)
+
+    def complex_type(text: complex) -> str:
+        """Has a type without a schema."""
+        return str(text)
+
+    for function, message in (
+        (silent, "no docstring"),
+        (untyped, "text has no type"),
+        (complex_type, "no JSON schema"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            schema(function)
+
+
+def test_a_result_is_text_or_json() -> None:
+    made = call({"book": book}, "book", {"city": "Ulm", "nights": 2, "tags": None})
+    assert made == '{"city": "Ulm", "nights": 2, "room": "single", "tags": null}'
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("cancel", {}, "there is no tool 'cancel'; there are: book"),
+        ("book", {}, "parameter 'city' is missing"),
+        ("book", {"city": "Ulm", "stars": 5}, "no parameter 'stars'"),
+        ("book", {"city": 3}, "city must be of type string, not 3"),
+        ("book", {"city": "Ulm", "nights": True}, "nights must be of type integer, not true"),
+        ("book", {"city": "Ulm", "nights": "2"}, "nights must be of type integer"),
+        ("book", {"city": "Ulm", "room": "suite"}, "room must be one of 'single', 'double'"),
+        ("book", {"city": "Ulm", "tags": [1]}, r"tags\[0\] must be of type string"),
+    ],
+)
+def test_arguments_that_do_not_fit_never_reach_the_tool(name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ToolError, match=message):
+        call({"book": book}, name, arguments)
+
+
+CALL = ToolCall(name="book", arguments={"city": 'a "b" </c>\n', "nights": 2})
+TEXT = ToolCall(name="book", arguments={"city": "Ulm (old) town"})
+
+
+@pytest.mark.parametrize("style", list(FORMATS))
+def test_what_is_written_is_read(style: str) -> None:
+    wanted = TEXT if style == "call" else CALL
+    parsed = parse(style, write(style, wanted), ["book"])
+    assert not parsed.error
+    assert parsed.content == ""
+    (found,) = parsed.calls
+    assert found.name == "book"
+    assert list(found.arguments.values()) == list(wanted.arguments.values())
+
+
+HERMES = '<tool_call>\n{"name": "book", "arguments": {"city": "Ulm"}}\n</tool_call>'
+LLAMA = '{"name": "book", "parameters": {"city": "Ulm"}}'
+ULM = ToolCall(name="book", arguments={"city": "Ulm"})
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "content", "calls"),
+    [
+        ("hermes", f"I will.\n{HERMES}\n{HERMES}", "I will.", 2),
+        ("hermes", f"<think>\n<tool_call> is a tag\n</think>\n{HERMES}", "<think>\n<tool_call> is a tag\n</think>", 1),
+        ("hermes", "no call", "no call", 0),
+        ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", 2),
+        ("llama", " no call", "no call", 0),
+        ("llama", '{"city": "Ulm"}', '{"city": "Ulm"}', 0),
+        (
+            "gpt_oss",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.book "
+            '<|constrain|>json<|message|>{"city": "Ulm"}',
+            "",
+            1,
+        ),
+        ("gpt_oss", ' to=functions.book<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>', "", 1),
+        ("gpt_oss", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>42", "42", 0),
+        ("call", "half of it", "half of it", 0),
+    ],
+)
+def test_calls_and_text_are_told_apart(style: str, text: str, content: str, calls: int) -> None:
+    parsed = parse(style, text, ["book", "half"])
+    assert (parsed.error, parsed.content, parsed.calls) == ("", content, (ULM,) * calls)
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", HERMES.replace("</tool_call>", "")),
+        ("hermes", HERMES + "</tool_call>"),
+        ("hermes", HERMES.replace("arguments", "parameters")),
+        ("hermes", HERMES.replace('"city"', "'city'")),
+        ("hermes", HERMES.replace('{"city": "Ulm"}', '"{}"')),
+        ("hermes", HERMES.replace('"Ulm"', '"Ulm", "city": "Bonn"')),
+        ("hermes", HERMES.replace('"Ulm"', "NaN")),
+        ("hermes", HERMES.replace('"Ulm"', "[" * 100_000)),
+        ("hermes", HERMES * 17),
+        ("llama", LLAMA + " and more"),
+        ("llama", "<|python_tag|>print(1)"),
+        ("llama", LLAMA.replace("}}", "}")),
+        ("gpt_oss", "<|channel|>commentary to=functions.book<|message|>[1]"),
+        ("gpt_oss", "<|channel|>commentary to=browser.open<|message|>{}"),
+        ("gpt_oss", "no channel"),
+        ("call", "book(Ulm"),
+    ],
+)
+def test_a_malformed_call_is_an_error_and_no_call(style: str, text: str) -> None:
+    parsed = parse(style, text, ["book"])
+    assert parsed.error
+    assert not parsed.calls
+
+
+def test_the_format_is_detected_from_the_template() -> None:
+    assert detect('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>') == "hermes"
+    assert detect('Respond in the format {"name": function name, "parameters": dictionary}. <|python_tag|>') == "llama"
+    assert detect("<|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json<|message|>") == "gpt_oss"
+    assert detect("<tool_call><function=example>") is None
+    assert detect("<|user|>") is None

@@ -1,0 +1,81 @@
+"""A sampling process that is a few objects in this process, with a seeded schedule of delays.
+
+Everything but the pipes is that of the real one: the files with weights, the JSON of every message, and the code that
+builds the model and samples. Tests that use it start in a second, and `test_asynchronous.py` compares it with the real
+process.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import orjson
+import pytest
+from torch import Tensor
+
+from gspo.errors import EngineError
+from gspo.ranks.codec import convert, encode
+from gspo.rollout.engine import DecodeStats
+from gspo.rollout.sampling_process import Sampled, SamplingProcess
+from gspo.sampler import Sampler
+from gspo.step import learn
+from gspo.types import Completion, Prompt
+
+
+class StandIn(SamplingProcess):
+    """`SamplingProcess` without a process."""
+
+    delays = random.Random(0)
+    longest_s = 0.0
+    loaded: ClassVar[list[tuple[str, dict[str, Tensor]]]] = []
+    """For every call, its random stream and the weights that it sampled from."""
+    _sampler: Sampler | None = None
+
+    @property
+    def reports_routes(self) -> bool:
+        self.start()
+        assert self._sampler is not None
+        return self._sampler.engine.reports_routes
+
+    def start(self) -> None:
+        if self._sampler is None:
+            self._sampler = Sampler()
+            self._folder = Path(tempfile.mkdtemp(prefix="gspo-test-weights-"))
+            self._sampler.build(**{key: value for key, value in self._start.items() if key != "command"})
+
+    def _generate(self, name: str, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[list[Completion]]:
+        sampler = self._sampler
+        if sampler is None:
+            raise EngineError("the sampling process was closed")
+        sampler.load(name, str(self._file(name)))
+        self.loaded.append((options["stream"], {k: w.clone() for k, w in sampler.policy.model.named_parameters()}))
+        time.sleep(self.delays.uniform(0, self.longest_s))
+        sent = orjson.loads(encode({"prompts": list(prompts), "options": dict(options)}))
+        answer: Sampled = convert(Sampled, orjson.loads(encode(sampler.generate(**sent))))
+        assert answer.weights == name
+        self.decoded += DecodeStats(steps=answer.steps, rows=answer.rows)
+        return [list(group) for group in answer.completions]
+
+    def stop(self) -> None:
+        self._sampler = None
+        super().stop()
+
+
+def stand_in(patch: pytest.MonkeyPatch, *, seed: int = 0, longest_s: float = 0.0) -> None:
+    """Sample in this process, with random delays of at most `longest_s` before sampling and before training."""
+    delays = random.Random(seed)
+
+    def delayed(*arguments: Any, **options: Any) -> Any:
+        time.sleep(delays.uniform(0, longest_s))
+        return learn(*arguments, **options)
+
+    patch.setattr(StandIn, "delays", random.Random(-seed))
+    patch.setattr(StandIn, "longest_s", longest_s)
+    patch.setattr(StandIn, "loaded", [])
+    patch.setattr("gspo.build.SamplingProcess", StandIn)
+    patch.setattr("gspo.loop.learn", delayed)
