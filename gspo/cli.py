@@ -20,13 +20,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from gspo import __version__
-from gspo.commands import compare, demo, doctor, eval, merge, objectives, replay, report, serve, train, watch
+from gspo.commands import compare, demo, doctor, eval, merge, objectives, plan, replay, report, serve, train, watch
 from gspo.config import check_single_process
 from gspo.errors import GspoError
 from gspo.safe_output import safe_output
 
 COMMANDS = [
-    module.COMMAND for module in (train, demo, eval, compare, replay, doctor, merge, watch, report, serve, objectives)
+    module.COMMAND
+    for module in (train, demo, eval, compare, replay, doctor, plan, merge, watch, report, serve, objectives)
 ]
 # A full disk, a quota, and a file size limit: all are for the user to fix, so no traceback.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

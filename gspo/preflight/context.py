@@ -16,8 +16,11 @@ from gspo.config import Config
 from gspo.data.problems import Problems
 from gspo.environment.rewards import ConversationRewards
 from gspo.environment.setup import RunEnvironment
+from gspo.model.lm_head import lm_head
 from gspo.model.load import Policy
+from gspo.model.packed_forward import supports_packing
 from gspo.objectives.objective import Objective
+from gspo.preflight.workload import Workload
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine
 from gspo.types import Group
@@ -91,3 +94,21 @@ class PreflightContext:
         """Mean tokens of the sampled completions; the limit if there are none."""
         lengths = [len(c.token_ids) for g in self.groups or () for c in g.completions]
         return sum(lengths) / len(lengths) if lengths else self.config.rollout.max_tokens
+
+    @property
+    def workload(self) -> Workload:
+        """What a step computes, for the models of memory and time."""
+        model = self.policy.model if self.policy else None
+        return Workload(
+            config=self.config,
+            skeleton=self.skeleton,
+            prompt_tokens=self.longest_prompt,
+            completion_tokens=self.completion_length,
+            kl=self.objective is not None and bool(self.objective.kl),
+            gpu=self.device is not None and self.device.type == "cuda",
+            # Padded batches of a model that was not loaded: they need more memory.
+            packed=model is not None and supports_packing(model),
+            whole_logits=model is not None and lm_head(model) is None,
+            memory=self.free[0] if self.free else None,
+            activation_bytes=self.activation_bytes,
+        )

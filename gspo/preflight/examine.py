@@ -16,7 +16,19 @@ from gspo.build import with_dtype
 from gspo.config import find_recipe, override, read_toml
 from gspo.errors import GspoError
 from gspo.objectives.objective import ObjectiveWarning
-from gspo.preflight import data, disk, environment, memory, model, ratio, rewards, sampling, settings, step_time, tokens
+from gspo.preflight import (
+    data,
+    disk,
+    environment,
+    memory_check,
+    model,
+    ratio,
+    rewards,
+    sampling,
+    settings,
+    step_time,
+    tokens,
+)
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, warning
 from gspo.reward.function import RewardWarning, describe
@@ -71,7 +83,7 @@ CHECKS = (
     Check(name="temperature", run=ratio.check_temperature, needs=("groups", "policy"), weights=True),
     Check(name="reward on completions", run=rewards.check_completions, needs=("groups",), weights=True),
     Check(name="uniform groups", run=sampling.check_uniform, needs=("groups", "objective"), weights=True),
-    Check(name="memory", run=memory.check_memory, needs=("skeleton",)),
+    Check(name="memory", run=memory_check.check_memory, needs=("skeleton",)),
     Check(name="disk", run=disk.check_disk, needs=("skeleton",)),
     Check(name="run directory", run=disk.check_directory),
     Check(name="time", run=step_time.check_time, needs=("groups",), weights=True),

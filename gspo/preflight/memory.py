@@ -1,48 +1,57 @@
-"""Peak memory of a step, line by line, compared with the memory of the device.
+"""Peak memory of a step on one rank, line by line: what the doctor compares with its device, and `gspo plan` with the
+data sheet of a GPU.
 
-In: the model's shapes and the settings. Out: an `Estimate` in bytes. Invariant: it is an upper estimate for the largest
-possible micro-batch. b is the size of a weight, n the number of weights.
+In: a `Workload`. Out: an `Estimate` in bytes. Invariant: it is for the largest possible micro-batch. b is the size of
+a weight, n the number of weights.
 
 Held for the whole run: weights b n, optimizer 8 n (two float32 moments), masters 4 n for weights in lower precision
 than float32, and a second copy of the weights with a KL penalty. With `rollout.max_lag`, the sampling process has
-another copy, and samples during training. With LoRA all but the first count the adapters'
-weights only, there is no second copy, and weights in NF4 take 4.127 bits each. On top of that comes the largest of
+another copy, and samples during training. With LoRA all but the first count the adapters' weights only, there is no
+second copy, and weights in NF4 take 4.127 bits each. Of N ranks, each holds one part in N. On top of that comes the
+largest of
 
-- training, on the largest possible micro-batch: gradients 4 n (always float32), activations, logits;
+- training, on the largest possible micro-batch: gradients 4 n (always float32), activations, LM head;
 - the optimizer step: gradients 4 n, and on a GPU 4 n for temporaries;
-- sampling: the KV cache of every slot at full length, and the logits of one decoding step.
+- sampling: the KV cache, and the logits of one decoding step; of several ranks, each also has the whole weights.
 
 Activations are what autograd keeps of each layer for the backward pass. Per token, with sdpa attention, for hidden
 size H, feed-forward I, queries Q, keys and values K, and E experts of width F per token, they take
 
     b (5 H + 4 I + 4 Q + 4 K + E (2 H + 4 F)) + 8 H
 
-counted on Llama, Qwen2, Qwen3 and Qwen3-MoE; the tests compare it with the allocator. If a batch could be measured,
-the measurement is used. The LM head keeps five float32 numbers per completion token and vocabulary entry at its peak,
-for as many entries as it processes at a time. If the logits of a model are not a plain matrix product, it processes
-all at once.
+in layers that are not compiled; the tests compare it with the allocator. Compiled layers recompute what is cheap; how
+much they keep was fitted (`calibration.py`). If a batch could be measured, the measurement is used. The LM head
+processes as many entries of the vocabulary at a time as fit into its limit. If the logits of a model are not a plain
+matrix product, it processes all at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gspo.model.kernels.fused_linear_logprobs import HELD, HELD_CPU
-from gspo.model.lm_head import lm_head
-from gspo.model.quantization import BITS, linear_layers
-from gspo.preflight.context import PreflightContext
-from gspo.preflight.findings import Finding, fail, ok, warning
+from gspo.preflight.calibration import ACTIVATIONS
 from gspo.preflight.machine import human
+from gspo.preflight.model_size import Shape
+from gspo.preflight.workload import MicroBatchSize, Workload
 from gspo.rollout.engine import engine_traits
+from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for
 
 LOGIT_BYTES = 20
 """Per completion token and vocabulary entry in training: five float32 copies for softmax, entropy and gradient."""
+FUSED_LOGIT_BYTES = 2
+"""The same in the kernel for 16 bits on a GPU, which stores only the gradient of the logits."""
 SAMPLE_BYTES = 24
 """Per slot and vocabulary entry in sampling: logits, log-probs, and cumulative sums in float64."""
-TIGHT = 0.85
-"""Above this fraction of the free memory, the estimate is too close to the limit to be safe."""
+PAGED_SAMPLE_BYTES = 8
+"""The same in the kernels for a GPU, without `top_p` and `top_k`."""
+SORTED_SAMPLE_BYTES = 40
+"""The same with them."""
+PREFILL_TOKENS = 8192
+"""Default of the engine option of this name."""
+MEMORY_SHARE = 0.8
+"""Share of the free memory that the paged KV cache may take (`rollout/local/paged.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,62 +78,26 @@ class Estimate:
     @property
     def worst(self) -> str:
         """The phase that needs the most memory."""
-        return max(self.phases, key=lambda name: _total(self.phases[name]))
+        return max(self.phases, key=lambda name: total(self.phases[name]))
 
     @property
     def peak(self) -> float:
-        return _total(self.held) + _total(self.phases[self.worst])
+        return self.peak_of(self.worst)
+
+    def peak_of(self, phase: str) -> float:
+        return total(self.held) + total(self.phases[phase])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The sizes of a decoder that memory depends on."""
-
-    layers: int
-    hidden: int
-    inner: int
-    """Width of the dense feed-forward; 0 in a layer of experts."""
-    queries: int
-    keys: int
-    heads: int
-    vocabulary: int
-    chosen: int
-    """Experts per token; 0 for a dense model."""
-    expert: int
-    """Width of an expert."""
-    eager: bool
-    """Whether attention stores its weights, one per pair of tokens."""
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.0f}M" if count >= 1e9 else f"{count / 1e6:,.4g}M"
 
 
-def shape_of(model: Any) -> Shape:
-    """Read the shape from the config. Its attribute names differ slightly between model families."""
-    config = model.config.get_text_config(decoder=True)
-
-    def first(*names: str, default: int = 0) -> int:
-        return next((int(v) for n in names if isinstance(v := getattr(config, n, None), int) and v), default)
-
-    hidden, heads = first("hidden_size"), first("num_attention_heads", default=1)
-    head = first("head_dim", default=hidden // heads)
-    chosen = first("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-    inner = first("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
-    expert = first("moe_intermediate_size", default=inner)
-    shared = first("shared_expert_intermediate_size") or first("n_shared_experts") * expert
-    return Shape(
-        layers=first("num_hidden_layers"),
-        hidden=hidden,
-        inner=shared if chosen else inner,
-        queries=heads * head,
-        keys=first("num_key_value_heads", default=heads) * head,
-        heads=heads,
-        vocabulary=model.get_input_embeddings().num_embeddings,
-        chosen=chosen,
-        expert=expert,
-        eager=getattr(config, "_attn_implementation", "sdpa") == "eager",
-    )
+def total(lines: Sequence[MemoryUse]) -> float:
+    return sum(line.bytes for line in lines)
 
 
 def layer_bytes(shape: Shape, size: int, width: int) -> float:
-    """What autograd keeps of one layer, per token of a row of `width` tokens."""
+    """What autograd keeps of one layer that is not compiled, per token of a row of `width` tokens."""
     elements = 5 * shape.hidden + 4 * shape.inner + 4 * shape.queries + 4 * shape.keys
     elements += shape.chosen * (2 * shape.hidden + 4 * shape.expert)
     # sdpa recomputes the attention weights in the backward pass; eager attention stores them.
@@ -132,182 +105,218 @@ def layer_bytes(shape: Shape, size: int, width: int) -> float:
     return size * (elements + scores) + 8 * shape.hidden
 
 
-def activation_bytes(shape: Shape, size: int, width: int, *, checkpointing: bool) -> float:
+def compiled_layer_bytes(shape: Shape, size: int, *, lora: bool) -> float:
+    """What autograd keeps of one compiled layer, per token."""
+    kept = ACTIVATIONS
+    elements = kept["hidden"] * shape.hidden + kept["attention"] * (shape.queries + shape.keys)
+    elements += kept["feed-forward"] * shape.inner
+    if lora:
+        elements *= kept["adapters"]
+    # Experts are not compiled. Without a gradient of their weights, their inputs are not kept.
+    width = shape.hidden + 2 * shape.expert if lora else 2 * shape.hidden + 3 * shape.expert
+    return size * (elements + shape.chosen * width)
+
+
+def activation_bytes(
+    shape: Shape, size: int, width: int, *, checkpointing: bool, compiled: bool = False, lora: bool = False
+) -> float:
     """What autograd keeps of all layers, per token; with gradient checkpointing their inputs and all of one layer."""
-    layer = layer_bytes(shape, size, width)
+    layer = compiled_layer_bytes(shape, size, lora=lora) if compiled else layer_bytes(shape, size, width)
     # One layer at a time is recomputed, with some of its temporary tensors.
-    return shape.layers * shape.hidden * size + 1.2 * layer if checkpointing else shape.layers * layer
+    recomputed = ACTIVATIONS["recomputed layer"] if compiled else 1.2
+    return shape.layers * shape.hidden * size + recomputed * layer if checkpointing else shape.layers * layer
 
 
-def largest_micro_batch(context: PreflightContext) -> tuple[int, int]:
-    """(rows, width) of the largest micro-batch: the longest prompt, completions at their token limit."""
-    learner, rollout = context.config.learner, context.config.rollout
-    width = context.longest_prompt + rollout.max_tokens
-    rows = -(-context.completions // learner.mini_batches)
-    # At least one row: a sequence that is longer than the budget is still trained on.
-    return min(rows, max(1, learner.micro_batch_tokens // width)), width
+def logits_held(workload: Workload, tokens: int) -> int:
+    """How many logits of these completion tokens are in memory at a time."""
+    vocabulary = workload.shape.vocabulary
+    if workload.whole_logits:
+        return tokens * vocabulary
+    # A chunk is never narrower than 256 entries.
+    return min(tokens * vocabulary, max(HELD if workload.gpu else HELD_CPU, 256 * tokens))
 
 
-def weight_bytes(skeleton: Any, quantize: str) -> float:
-    """Bytes of the weights; quantized weights count with their 4-bit size."""
-    whole = sum(p.numel() * p.element_size() for p in skeleton.parameters())
-    small = [m.weight for _, m in linear_layers(skeleton) if not m.weight.requires_grad] if quantize else []
-    return whole - sum(w.numel() * (w.element_size() - BITS / 8) for w in small)
+def estimate(workload: Workload) -> Estimate:
+    """The peak memory of a step on a rank."""
+    weights, ranks = workload.weights, workload.ranks
+    n, t = weights.total, weights.trained
+    each = "per trained weight" if workload.lora else "per weight"
+    part = f" on each of {ranks} ranks" if ranks > 1 else ""
 
+    def own(name: str, bytes_: float, how: str) -> MemoryUse:
+        return MemoryUse(name=name, bytes=bytes_ / ranks, how=how + part)
 
-def estimate(context: PreflightContext, *, gpu: bool) -> Estimate:
-    """The peak memory of a step."""
-    parameters = list(context.skeleton.parameters())
-    config = context.config.model
-    n = sum(p.numel() for p in parameters)
-    t = sum(p.numel() for p in parameters if p.requires_grad)
-    weights = weight_bytes(context.skeleton, config.quantize)
-    each = "per trained weight" if t < n else "per weight"
-    held = [MemoryUse(name="weights", bytes=weights, how=f"{n / 1e6:,.4g}M x {weights / n:.4g} bytes")]
+    held = [own("weights", weights.bytes, f"{_millions(n)} x {weights.bytes / n:.4g} bytes")]
+    if weights.quantized_bytes and ranks > 1:
+        # 4-bit weights are not sharded.
+        whole, rest = weights.quantized_bytes, weights.bytes - weights.quantized_bytes
+        held = [
+            MemoryUse(name="4-bit weights", bytes=whole, how="whole on every rank"),
+            own("weights", rest, "in 16 bits"),
+        ]
     # Always float32, whatever the precision of the weights.
-    held += [MemoryUse(name="optimizer moments", bytes=8 * t, how=f"2 x 4 bytes {each}")]
-    if any(p.element_size() < 4 for p in parameters):
-        held.append(MemoryUse(name="float32 masters", bytes=4 * t, how=f"4 bytes {each}"))
-    if context.objective is not None and context.objective.kl and not config.lora.rank:
-        held.append(
-            MemoryUse(name="reference model", bytes=weights, how="a second copy of the weights, for objective.kl")
-        )
-    rollout = context.config.rollout
-    if rollout.max_lag and rollout.sampler_device in ("", config.device):
-        copy = MemoryUse(name="sampling process", bytes=weights, how="its copy of the weights, for rollout.max_lag")
-        held += [copy, *_sampling(context)]  # at the same time as training
-    gradients = MemoryUse(name="gradients", bytes=4 * t, how=f"4 bytes {each}")
-    temporary = MemoryUse(name="temporaries", bytes=4 * t, how=f"4 bytes {each}")
+    held += [own("optimizer moments", 8 * t, f"2 x 4 bytes {each}")]
+    if weights.size < 4:
+        held.append(own("float32 masters", 4 * t, f"4 bytes {each}"))
+    if workload.kl and not workload.config.model.lora.rank:
+        held.append(own("reference model", weights.bytes, "a second copy of the weights, for objective.kl"))
+    rollout = workload.config.rollout
+    if rollout.max_lag and rollout.sampler_device in ("", workload.config.model.device):
+        how = "its copy of the weights, for rollout.max_lag"
+        held.append(MemoryUse(name="sampling process", bytes=weights.bytes, how=how))
+        held += _sampling(workload, total(held))  # at the same time as training
+    temporary = own("temporaries", 4 * t, f"4 bytes {each}")
     return Estimate(
         held=tuple(held),
         phases={
-            "training": (gradients, *_training(context)),
-            "the optimizer step": (gradients, *((temporary,) if gpu else ())),
-            "sampling": _sampling(context),
+            "training": _training(workload, each),
+            "the optimizer step": (
+                own("gradients", 4 * t, f"4 bytes {each}"),
+                *((temporary,) if workload.gpu else ()),
+            ),
+            "sampling": _sampling(workload, total(held)),
         },
     )
 
 
-def _training(context: PreflightContext) -> tuple[MemoryUse, ...]:
-    shape = shape_of(context.skeleton)
-    size = next(context.skeleton.parameters()).element_size()
-    rows, width = largest_micro_batch(context)
-    checkpointing = context.config.model.gradient_checkpointing
-    per_token = context.activation_bytes or activation_bytes(shape, size, width, checkpointing=checkpointing)
-    completion = context.config.rollout.max_tokens
-    origin = "measured" if context.activation_bytes else "estimated"
+def _training(workload: Workload, each: str) -> tuple[MemoryUse, ...]:
+    """What the micro-batch with the highest peak adds."""
+    count = len(workload.largest_micro_batches)
+    parts = [_micro_batch(workload, m, each, i, count) for i, m in enumerate(workload.largest_micro_batches)]
+    return max(parts, key=total)
+
+
+def _micro_batch(workload: Workload, micro: MicroBatchSize, each: str, index: int, count: int) -> tuple[MemoryUse, ...]:
+    shape, weights = workload.shape, workload.weights
+    completion = workload.config.rollout.max_tokens
+    tokens = micro.tokens(workload.prompt_tokens, completion) / workload.context
+    per_token = workload.activation_bytes or activation_bytes(
+        shape,
+        weights.size,
+        workload.prompt_tokens + completion,
+        checkpointing=workload.config.model.gradient_checkpointing,
+        compiled=workload.compiled,
+        lora=workload.lora,
+    )
+    origin = "measured" if workload.activation_bytes else "estimated"
     # Completion tokens only: no loss needs the logits of a prompt.
-    entries = logits_held(context, rows * completion, shape.vocabulary)
-    logits = f"{entries / 1e6:,.4g}M of {rows} x {completion} completion tokens x {shape.vocabulary}"
-    return (
-        MemoryUse(
-            name="activations",
-            bytes=rows * width * per_token,
-            how=f"{rows} rows x {width} tokens x {human(per_token)}, {origin}",
-        ),
-        MemoryUse(name="logits", bytes=entries * LOGIT_BYTES, how=f"{logits}, {LOGIT_BYTES} bytes each"),
+    outputs = -(-micro.completions * completion // workload.context)
+    entries = logits_held(workload, outputs)
+    fused = workload.gpu and weights.size == 2 and not workload.whole_logits
+    # The gradient of the hidden states is float32, and the hidden states themselves are copied.
+    states = 8 * outputs * shape.hidden if fused else 0
+    each_entry = FUSED_LOGIT_BYTES if fused else LOGIT_BYTES
+    activations = MemoryUse(
+        name="activations",
+        bytes=tokens * per_token,
+        how=f"{tokens:,.0f} tokens x {human(per_token)}, {origin}",
     )
+    logits = MemoryUse(
+        name="LM head",
+        bytes=entries * each_entry + states,
+        how=f"{entries / 1e6:,.4g}M of {outputs} completion tokens x {shape.vocabulary}, {each_entry} bytes each",
+    )
+    return (_gradients(workload, each, activations.bytes, index, count), activations, logits, *_gathered(workload))
 
 
-def logits_held(context: PreflightContext, tokens: int, vocabulary: int) -> int:
-    """How many logits of these completion tokens are in memory at a time."""
-    if context.policy is not None and lm_head(context.policy.model) is None:
-        return tokens * vocabulary
-    held = HELD if context.device is not None and context.device.type == "cuda" else HELD_CPU
-    # A chunk is never narrower than 256 entries.
-    return min(tokens * vocabulary, max(held, 256 * tokens))
+def _gradients(workload: Workload, each: str, activations: float, index: int, count: int) -> MemoryUse:
+    """Gradients at the peak of a micro-batch: those of the micro-batches before, or what the first has computed."""
+    weights = workload.weights
+    whole = 4.0 * weights.trained
+    head = 4.0 * weights.head if weights.head_trained else 0.0
+    # Gradients of layers grow while their activations are freed.
+    bytes_ = whole if index else max(head, whole - activations)
+    how = f"4 bytes {each}" + ("" if index else ", as layers finish")
+    if workload.ranks > 1:
+        # Ranks add up gradients in the last micro-batch, layer by layer. Before that, each has whole ones.
+        bytes_ = whole / workload.ranks + (bytes_ if count > 1 else head)
+        how += ", whole until the last micro-batch" if count > 1 else ", divided among ranks"
+    return MemoryUse(name="gradients", bytes=bytes_, how=how)
 
 
-def _sampling(context: PreflightContext) -> tuple[MemoryUse, ...]:
-    if not engine_traits(context.config.rollout.engine).shares_weights:
+def _gathered(workload: Workload) -> tuple[MemoryUse, ...]:
+    """Weights that FSDP gathers for an update: two layers, and those outside of the layers."""
+    weights, shape = workload.weights, workload.shape
+    if workload.ranks == 1:
         return ()
-    shape = shape_of(context.skeleton)
-    size = next(context.skeleton.parameters()).element_size()
-    slots = min(int(context.config.rollout.engine_options.get("slots", 256)), context.completions)
-    columns = context.longest_prompt + context.config.rollout.max_tokens
-    return (
-        MemoryUse(
+    root = weights.size * weights.root
+    size = root + 2 * (weights.bytes - weights.quantized_bytes - root) / shape.layers
+    return (MemoryUse(name="gathered weights", bytes=size, how="two layers, embeddings and LM head"),)
+
+
+def _sampling(workload: Workload, held: float) -> tuple[MemoryUse, ...]:
+    config = workload.config.rollout
+    if not engine_traits(config.engine).shares_weights:
+        return ()
+    shape, weights, slots = workload.shape, workload.weights, workload.slots
+    columns = workload.prompt_tokens + config.max_tokens
+    filtered = config.top_p < 1 or config.top_k > 0
+    sorted_bytes = SORTED_SAMPLE_BYTES if filtered else PAGED_SAMPLE_BYTES
+    each = sorted_bytes if workload.gpu else SAMPLE_BYTES
+    logits = MemoryUse(
+        name="logits of a step",
+        bytes=slots * shape.vocabulary * each,
+        how=f"{slots} x {shape.vocabulary} x {each} bytes",
+    )
+    token = shape.layers * 2 * shape.keys * weights.size
+    if not workload.gpu:
+        cache = MemoryUse(
             name="KV cache",
-            bytes=slots * columns * shape.layers * 2 * shape.keys * size,
-            how=f"{slots} slots x {columns} tokens x {shape.layers} layers x 2 x {shape.keys} x {size} bytes",
-        ),
-        MemoryUse(
-            name="logits of a step",
-            bytes=slots * shape.vocabulary * SAMPLE_BYTES,
-            how=f"{slots} x {shape.vocabulary} x {SAMPLE_BYTES} bytes",
-        ),
+            bytes=slots * columns * token,
+            how=f"{slots} slots x {columns} tokens x {shape.layers} layers x 2 x {shape.keys} x {weights.size} bytes",
+        )
+        return cache, logits
+    gathered: tuple[MemoryUse, ...] = ()
+    if workload.ranks > 1:
+        whole = weights.bytes - weights.quantized_bytes
+        gathered = (MemoryUse(name="gathered weights", bytes=whole, how="all that are sharded, on every rank"),)
+    copies = _copies(workload)
+    wanted = cache_blocks(workload)
+    block = BLOCK_SIZE * token
+    fitting = wanted
+    if workload.memory is not None:
+        room = MEMORY_SHARE * (workload.memory - held - total(gathered) - logits.bytes)
+        # The engine rounds to sixteenths. It needs two completions at full length.
+        fitting = max(2 + 2 * blocks_for(columns), wanted * max(0, min(16, int(16 * room / (block * wanted)))) // 16)
+        if room < wanted * block + copies.bytes:
+            copies = MemoryUse(name=copies.name, bytes=0.0, how="none, because the KV cache needs the memory")
+    limit = "" if fitting == wanted else f", of {wanted} that would hold all of them"
+    cache = MemoryUse(
+        name="KV cache",
+        bytes=fitting * block,
+        how=f"{fitting} blocks of {BLOCK_SIZE} tokens for {slots} slots{limit}, {human(block)} each",
     )
+    return cache, copies, logits, *gathered
 
 
-# ------------------------------------------------------------------------------------------------- the check
+def cache_blocks(workload: Workload) -> int:
+    """Blocks of the paged KV cache that hold every slot at full length, and prefilled prompts."""
+    config = workload.config.rollout
+    width = blocks_for(workload.prompt_tokens + config.max_tokens)
+    prefill = int(config.engine_options.get("prefill_tokens", PREFILL_TOKENS))
+    return 2 + workload.slots * width + 2 * (blocks_for(prefill) + width)
 
 
-def check_memory(context: PreflightContext) -> Iterator[Finding]:
-    assert context.free is not None
-    free, total = context.free
-    gpu = context.device is not None and context.device.type == "cuda"
-    need = estimate(context, gpu=gpu)
-    place = "GPU memory" if gpu else "memory"
-    detail = _table(need)
-    sentence = (
-        f"The peak of a step is about {human(need.peak)}, in {need.worst}; "
-        f"{human(free)} of {human(total)} {place} are free."
+def concurrent(workload: Workload) -> int:
+    """Completions of full length that a rank samples at a time, with the KV cache that fits on a GPU."""
+    lines = _sampling(workload, total(estimate(workload).held))
+    if not workload.gpu or not lines:
+        return workload.slots
+    block = BLOCK_SIZE * workload.shape.layers * 2 * workload.shape.keys * workload.weights.size
+    return max(1, min(workload.slots, round(workload.slots * lines[0].bytes / block / cache_blocks(workload))))
+
+
+def _copies(workload: Workload) -> MemoryUse:
+    """Weights that the engine copies, so that the projections of one input are one product."""
+    shape, weights = workload.shape, workload.weights
+    elements = shape.hidden * (shape.queries + 2 * shape.keys)
+    elements += 2 * shape.hidden * shape.inner if not shape.experts else 0
+    if workload.lora:
+        elements += shape.hidden * shape.queries + (shape.hidden * shape.inner if not shape.experts else 0)
+    # 4-bit layers run as their own modules.
+    layers = 0 if workload.config.model.quantize else shape.layers
+    return MemoryUse(
+        name="copied projections",
+        bytes=layers * elements * weights.size,
+        how=f"{layers} layers x {elements / 1e6:,.4g}M x {weights.size} bytes",
     )
-    numbers = {"need": round(need.peak), "free": free, "total": total, "worst": need.worst}
-    if need.peak <= TIGHT * free:
-        yield ok(sentence, detail=detail, **numbers)
-        return
-    # On a CPU there is no error to recover from: the kernel kills the process.
-    level = fail if need.peak > free and not (gpu and _one_row_fits(context, need, free)) else warning
-    yield level(sentence, _remedy(context, need, TIGHT * free), detail=detail, **numbers)
-
-
-def _one_row_fits(context: PreflightContext, need: Estimate, free: float) -> bool:
-    """Whether a run on a GPU would still work: it splits micro-batches that do not fit, down to single rows."""
-    gradients, *rest = need.phases["training"]
-    one = gradients.bytes + _total(rest) / largest_micro_batch(context)[0]
-    others = [_total(phase) for name, phase in need.phases.items() if name != "training"]
-    return _total(need.held) + max(one, *others) <= free
-
-
-def _table(need: Estimate) -> list[str]:
-    lines = ["held for the whole run", *(f"  {line}" for line in need.held)]
-    for name, phase in need.phases.items():
-        if phase:
-            mark = " (the peak)" if name == need.worst else ""
-            lines += [f"in {name}{mark}", *(f"  {line}" for line in phase)]
-    return lines
-
-
-def _remedy(context: PreflightContext, need: Estimate, room: float) -> str:
-    """What to lower, and to which value if it can be computed."""
-    gradients, *rest = need.phases["training"]
-    fixed = _total(need.held) + gradients.bytes
-    rows, width = largest_micro_batch(context)
-    # Both lines of training grow linearly with the tokens of a micro-batch.
-    fitting = int((room - fixed) / (_total(rest) / (rows * width)))
-    if fixed > room:
-        model = context.config.model
-        ways = {
-            ", model.dtype = bfloat16 or float16": model.dtype == "float32",
-            ", adapters (model.lora.rank = 16)": not model.lora.rank,
-        }
-        kept = "".join(way for way, open_ in ways.items() if open_) + ", a smaller model"
-        return f"Weights, gradients and optimizer alone take {human(fixed)}: use more memory{kept}."
-    if need.worst == "sampling":
-        options = (*engine_traits(context.config.rollout.engine).memory_options, "rollout.max_tokens")
-        return f"Lower {' or '.join(options)}."
-    if fitting >= width:
-        return f"Set learner.micro_batch_tokens = {_round(fitting)}; the gradient stays the same."
-    more = "" if context.config.model.gradient_checkpointing else "Set model.gradient_checkpointing = true, "
-    return f"{more or 'Set '}rollout.max_tokens lower, or use more memory: even one row of {width} tokens is too much."
-
-
-def _total(lines: Sequence[MemoryUse]) -> float:
-    return sum(line.bytes for line in lines)
-
-
-def _round(tokens: int) -> int:
-    """Round down to a round number: three leading binary digits."""
-    step = 1 << max(0, tokens.bit_length() - 3)
-    return tokens // step * step

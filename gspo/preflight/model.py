@@ -24,13 +24,13 @@ from gspo.model.source import load_errors, resolve_model_source
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import human
-from gspo.preflight.memory import weight_bytes
+from gspo.preflight.model_size import weight_bytes
 
 
 def check_files(context: PreflightContext) -> Iterator[Finding]:
     config = context.config.model
     context.device = device = device_of(config.device)
-    context.skeleton = skeleton = _skeleton(config, context.tokenizer)
+    context.skeleton = skeleton = skeleton_of(config, context.tokenizer)
     # Before the model is loaded: the estimate counts its weights.
     context.free = free_memory(device)
     count = sum(p.numel() for p in skeleton.parameters())
@@ -48,7 +48,7 @@ def check_files(context: PreflightContext) -> Iterator[Finding]:
     )
 
 
-def _skeleton(config: ModelConfig, tokenizer: Any) -> Any:
+def skeleton_of(config: ModelConfig, tokenizer: Any) -> Any:
     """The model on the meta device: all shapes, no memory."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 

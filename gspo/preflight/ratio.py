@@ -19,6 +19,7 @@ from torch import Tensor
 from gspo.learner.batch import batch_routing, token_sequence
 from gspo.learner.forward import RoutingReplay, completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan, make_plan
+from gspo.model.compiled_layers import compile_seconds
 from gspo.model.free_memory import free_memory
 from gspo.model.lm_head import lm_head
 from gspo.model.micro_batch import MicroBatch
@@ -28,7 +29,8 @@ from gspo.objectives.rounding import rounding_noise
 from gspo.objectives.sequences import Sequences
 from gspo.preflight.context import PATIENCE_S, PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
-from gspo.preflight.memory import LOGIT_BYTES, activation_bytes, logits_held, shape_of
+from gspo.preflight.memory import LOGIT_BYTES, activation_bytes, logits_held
+from gspo.preflight.model_size import shape_of
 from gspo.record.alarms import NOISY, run_rounding_remedy
 from gspo.rollout.engine import engine_traits
 from gspo.types import Completion, Prompt
@@ -94,7 +96,8 @@ def _fitting(context: PreflightContext) -> tuple[int, int]:
     width = max(len(g.prompt.token_ids) + len(c.token_ids) for g in context.groups or () for c in g.completions)
     checkpointing = context.config.model.gradient_checkpointing
     budget = context.config.learner.micro_batch_tokens
-    logits = logits_held(context, budget, shape.vocabulary) * LOGIT_BYTES / budget
+    logits = logits_held(context.workload, budget) * LOGIT_BYTES / budget
+    # As if layers were not compiled, which needs more: the trial that decides it has not run yet.
     per_token = activation_bytes(shape, size, width, checkpointing=checkpointing) + logits
     gradients = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
     # A margin for fragmentation and for what the formula does not count.
@@ -122,7 +125,7 @@ def _measure(context: PreflightContext, budget: int) -> LogprobsByPolicy:
     old_N = torch.zeros(plan.tokens, device=policy.device)
     new_N = torch.zeros(plan.tokens, device=policy.device)
     known_N = torch.zeros(plan.tokens, dtype=torch.bool, device=policy.device)
-    started = time.monotonic()
+    started, compiled_s = time.monotonic(), compile_seconds()
     done = rows = 0
     for cpu_batch in chain.from_iterable(plan.updates):
         if done and time.monotonic() - started > PATIENCE_S:
@@ -138,7 +141,9 @@ def _measure(context: PreflightContext, budget: int) -> LogprobsByPolicy:
     # None frees the memory of the gradients for the checks that follow.
     policy.model.zero_grad(set_to_none=True)
     if context.timings:
-        context.timings = replace(context.timings, trained=rows, train_s=time.monotonic() - started)
+        # Compiling takes as long as many steps, and a run compiles once.
+        train_s = time.monotonic() - started - (compile_seconds() - compiled_s)
+        context.timings = replace(context.timings, trained=rows, train_s=train_s)
     logp_sampler = [x for _, _, c in samples for x in c.logp_sampler]
     return LogprobsByPolicy(
         plan=plan,

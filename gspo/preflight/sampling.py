@@ -51,8 +51,7 @@ def _no_room(context: PreflightContext) -> str:
     """Why not even the first chunk can be sampled; empty if it can."""
     # Running out of CPU memory would get the process killed without an error message.
     assert context.policy is not None
-    gpu = context.policy.device.type == "cuda"
-    need = sum(line.bytes for line in estimate(context, gpu=gpu).phases["sampling"])
+    need = sum(line.bytes for line in estimate(context.workload).phases["sampling"])
     least = need * min(1.0, CHUNKS[0] * context.config.rollout.group_size / context.completions)
     free = free_memory(context.policy.device)[0]
     if least <= free:

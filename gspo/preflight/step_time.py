@@ -1,20 +1,27 @@
 """A rough estimate of the time of a step and of the whole run, scaled from a few completions.
 
 In: the context with measured times. Out: findings. Invariant: the time of sampling is a range. At most it grows with
-the number of completions; at least, a full set of slots takes as long as a single completion.
+the number of completions; at least, a full set of slots takes as long as a single completion. On a GPU whose data sheet
+is known, it grows as the model of `gspo plan` says, which also gives the time of the optimizer steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from gspo.config import EvalConfig, EvalSetConfig
 from gspo.objectives.samples import keeps_group
 from gspo.preflight.context import PreflightContext, Timings
 from gspo.preflight.findings import Finding, note, ok
+from gspo.preflight.gpus import Gpu, gpu_of_device
 from gspo.preflight.machine import digits
+from gspo.preflight.speed import StepTime
+from gspo.preflight.speed import step_time as predicted_time
+from gspo.rollout.engine import engine_traits
 
 
 def check_time(context: PreflightContext) -> Iterator[Finding]:
@@ -25,12 +32,17 @@ def check_time(context: PreflightContext) -> Iterator[Finding]:
         return
     low = rollout_seconds(context, timings, slots_scale(context, timings))
     high = rollout_seconds(context, timings, context.completions / timings.completions)
+    gpu = gpu_of(context)
+    predicted = predicted_time(context.workload, gpu) if gpu else None
+    if gpu and predicted:
+        low = high = rollout_seconds(context, timings, _predicted_scale(context, timings, gpu, predicted))
+    optimizer = predicted.phases["optimizer"] if predicted else 0.0
     reward = timings.reward_s * context.completions / timings.completions
     # An upper bound: the first update needs no old forward, and completions with advantage 0 need no forward at all.
     train = timings.train_s * context.completions / timings.trained
     # The reference adds one forward pass to the two forward passes and one backward pass (about two forwards) measured.
     train *= 1.25 if context.objective and context.objective.kl else 1.0
-    rest = reward * batches_per_step(context) + train
+    rest = reward * batches_per_step(context) + train + optimizer
     problems = context.problems
     parts = [
         _Evaluations.of(context, timings, "an evaluation", config.eval, len(problems.held_out) if problems else 0),
@@ -47,6 +59,7 @@ def check_time(context: PreflightContext) -> Iterator[Finding]:
         f"{'rewards':<24} {duration(reward * batches_per_step(context))}   {each_ms} ms per completion with "
         f"{config.reward.workers} workers",
         f"{'training':<24} {duration(train)}   old and new forward, backward; without the optimizer step",
+        *([f"{'optimizer steps':<24} {duration(optimizer)}   predicted for {gpu.name}"] if gpu else []),
         *(f"{part.what:<24} {duration(part.seconds)}   {part.runs} times" for part in parts),
     ]
     start = " The cold start comes first, and changes how long completions are." if context.cold else ""
@@ -60,6 +73,24 @@ def check_time(context: PreflightContext) -> Iterator[Finding]:
         learn_s=train,
         evaluation_s=parts[0].seconds,
     )
+
+
+def gpu_of(context: PreflightContext) -> Gpu | None:
+    """The data sheet of the run's GPU; None on a CPU, for a GPU without one, or if another engine samples than the one
+    that the model of its time is for."""
+    if context.device is None or context.device.type != "cuda":
+        return None
+    if not engine_traits(context.config.rollout.engine).shares_weights:
+        return None
+    return gpu_of_device(torch.cuda.get_device_name(context.device))
+
+
+def _predicted_scale(context: PreflightContext, timings: Timings, gpu: Gpu, whole: StepTime) -> float:
+    """Ratio of a step's sampling time to the measured one, by the model of `gspo plan`."""
+    rollout = context.config.rollout
+    few = replace(rollout, prompts=max(1, timings.completions // rollout.group_size))
+    sample = replace(context.workload, config=replace(context.config, rollout=few))
+    return whole.phases["sampling"] / predicted_time(sample, gpu).phases["sampling"]
 
 
 def rollout_seconds(context: PreflightContext, timings: Timings, scale: float) -> float:

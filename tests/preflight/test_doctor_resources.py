@@ -20,8 +20,9 @@ from gspo.model import free_memory
 from gspo.model.lm_head import lm_head
 from gspo.model.load import char_tokenizer
 from gspo.model.micro_batch import TokenSequence
-from gspo.preflight import disk, machine, memory, model, ratio, sampling, step_time
+from gspo.preflight import disk, machine, memory, memory_check, model, ratio, sampling, step_time
 from gspo.preflight.context import Timings
+from gspo.preflight.model_size import shape_of
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
 
 PLAN = ("tokenizer", "model files", "data", "objective")
@@ -86,7 +87,7 @@ def test_the_memory_of_training_is_estimated_within_a_factor_of_two(
 
     train()  # allocates the gradients, so that only activations and logits are new below
     measured = peak_bytes(train)
-    shape = memory.shape_of(net)
+    shape = shape_of(net)
     width = prompt + completion
     activations = count * width * memory.activation_bytes(shape, dtype.itemsize, width, checkpointing=checkpointing)
     estimated = activations + count * completion * shape.vocabulary * memory.LOGIT_BYTES
@@ -95,28 +96,30 @@ def test_the_memory_of_training_is_estimated_within_a_factor_of_two(
 
 def test_only_part_of_the_logits_is_in_memory(tiny: Callable[..., Config], examined: Any) -> None:
     context = examined(tiny(), *SAMPLED, "ratio", value=lambda g, i: 0.0).context
-    assert memory.logits_held(context, 10, 40) == 400
-    assert memory.logits_held(context, 10**4, 150_000) == memory.HELD_CPU
+    assert memory.logits_held(context.workload, 10) == 10 * context.workload.shape.vocabulary
+    with torch.device("meta"):
+        large = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **WIDE))
+    assert memory.logits_held(dataclasses.replace(context.workload, skeleton=large), 10**4) == memory.HELD_CPU
     gemma = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SIZES, query_pre_attn_scalar=8)).eval()
     with pytest.warns(RuntimeWarning, match="changes its logits"):
         lm_head(gemma)
     context.policy = dataclasses.replace(context.policy, model=gemma)
-    assert memory.logits_held(context, 10**4, 150_000) == 10**4 * 150_000
+    assert memory.logits_held(context.workload, 10**4) == 10**4 * context.workload.shape.vocabulary
 
 
 def test_what_autograd_keeps_is_measured_on_the_batch(tiny: Callable[..., Config], examined: Any) -> None:
     for build in ("tiny_dense", "tiny_moe"):
         context = examined(tiny(f"model.build={build}"), *SAMPLED, "ratio", value=lambda g, i: float(i % 2)).context
-        shape = memory.shape_of(context.skeleton)
+        shape = shape_of(context.skeleton)
         estimated = memory.activation_bytes(shape, 4, 20, checkpointing=False)
         assert context.activation_bytes is not None
         assert 0.5 < estimated / context.activation_bytes < 2
-        assert "measured" in memory._training(context)[0].how
+        assert "measured" in memory.estimate(context.workload).phases["training"][1].how
 
 
 def test_the_kv_cache_is_counted_in_full(tiny: Callable[..., Config], examined: Any) -> None:
     context = examined(tiny("rollout.max_tokens=100"), *PLAN).context
-    line = memory._sampling(context)[0]
+    line = memory.estimate(context.workload).phases["sampling"][0]
     rows, columns = 16, context.longest_prompt + 100
     assert line.bytes == rows * columns * 2 * 2 * (2 * 16) * 4  # layers, keys and values, heads x head_dim, float32
 
@@ -161,9 +164,9 @@ def test_on_a_gpu_a_run_would_split_its_micro_batches(
     with_memory(monkeypatch, need / 2)
     context = examined(config, *PLAN).context
     context.device = torch.device("cuda")
-    assert [f.level for f in memory.check_memory(context)] == ["warning"]
+    assert [f.level for f in memory_check.check_memory(context)] == ["warning"]
     context.free = (int(1e5), int(64e9))
-    assert [f.level for f in memory.check_memory(context)] == ["FAIL"]
+    assert [f.level for f in memory_check.check_memory(context)] == ["FAIL"]
 
 
 def test_a_model_that_does_not_fit_is_not_loaded(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> None:
@@ -204,7 +207,7 @@ def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: Any) -> None:
 def test_precision_and_reference_are_counted(tiny: Callable[..., Config], examined: Any) -> None:
     def held(*overrides: str) -> dict[str, float]:
         context = examined(tiny(*overrides), *PLAN).context
-        return {line.name: line.bytes for line in memory.estimate(context, gpu=False).held}
+        return {line.name: line.bytes for line in memory.estimate(context.workload).held}
 
     full, half = held(), held("model.dtype=bfloat16", "objective.name=grpo")
     assert half["weights"] == full["weights"] / 2
@@ -230,7 +233,7 @@ def test_adapters_and_four_bits_are_counted(tiny: Callable[..., Config], examine
     for quantize in ("", "nf4"):
         config = tiny(*common, f"model.quantize={quantize}")
         context = examined(config, *PLAN).context
-        held = {line.name: line.bytes for line in memory.estimate(context, gpu=False).held}
+        held = {line.name: line.bytes for line in memory.estimate(context.workload).held}
         loaded = load_policy(config.model, load_tokenizer(config.model), seed=0).model
         trained = sum(p.numel() for p in loaded.parameters() if p.requires_grad)
         assert (held["optimizer moments"], held["float32 masters"]) == (8 * trained, 4 * trained)
