@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
 LOWEST := .venv-lowest
-# Number of parallel test processes. All tests of a file run in one process; tests/conftest.py orders the files.
-JOBS ?= 2
+# Number of parallel test processes: on two cores one more than cores, because a quarter of the time is waiting. All
+# tests of a file run in one process; tests/conftest.py orders the files.
+JOBS ?= 3
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
