@@ -18,6 +18,7 @@ from gspo.objectives.custom import is_custom
 from gspo.objectives.objective import Objective, ObjectiveWarning, settings_of
 from gspo.objectives.table import TABLE
 from gspo.objectives.table import objective as build
+from gspo.types import Group
 from gspo.view.compare.arms import Arm, parse_arms
 
 ALL = "all"
@@ -63,6 +64,14 @@ def candidates(config: Config, run: Objective, text: str) -> tuple[list[Candidat
         elif arm not in table:
             skipped.append(SkippedObjective(label=arm.label, reason=f"it is the same as {twin.label}"))
     return found, skipped
+
+
+def for_rewards(found: Sequence[Candidate], groups: Sequence[Group]) -> tuple[list[Candidate], list[SkippedObjective]]:
+    """The candidates that are defined for the rewards of a step, and the others."""
+    lowest = min((s.reward for g in groups for s in g.scores if s.reward is not None), default=0.0)
+    undefined = [c for c in found if lowest < 0 and c.objective.advantage.nonnegative_rewards]
+    reason = f"it needs rewards of 0 or more, and one of this step is {lowest:g}"
+    return [c for c in found if c not in undefined], [SkippedObjective(label=c.label, reason=reason) for c in undefined]
 
 
 def _objective(config: Config, arm: Arm) -> Objective:

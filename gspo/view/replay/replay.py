@@ -19,7 +19,7 @@ from gspo.context import LearnContext
 from gspo.errors import ConfigError
 from gspo.learner.batch import TrainBatch
 from gspo.view.replay.agreement import Agreement
-from gspo.view.replay.candidates import ALL, Candidate, SkippedObjective, candidates, without_reference
+from gspo.view.replay.candidates import ALL, Candidate, SkippedObjective, candidates, for_rewards, without_reference
 from gspo.view.replay.measure import ReplayNumbers, measure
 from gspo.view.replay.rebuild import NO_REFERENCE, load_reference, rebuild, reference_model
 from gspo.view.replay.records import StepRecord
@@ -150,6 +150,8 @@ class _Measurement:
             return
         self.recorded = recorded
         found, self.skipped = candidates(self.source.config, learner.objective, self.request.objectives)
+        found, undefined = for_rewards(found, recorded.rollouts.groups)
+        self.skipped += undefined
         found, reference = self._with_reference(learner, found)
         self.numbers = measure(
             learner,

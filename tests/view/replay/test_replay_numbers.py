@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from gspo.objectives.advantage import batch_whitened
 from gspo.objectives.objective import Objective, ObjectiveWarning, settings_of
 from gspo.types import Group
 from gspo.view.replay import gradients
-from gspo.view.replay.candidates import Candidate, candidates
+from gspo.view.replay.candidates import Candidate, candidates, for_rewards
 from gspo.view.replay.coefficients import MiniBatchView, coefficients
 from gspo.view.replay.gradients import Direction, Gram, gram
 from gspo.view.replay.measure import ReplayNumbers, _view, effective_count, measure
@@ -191,6 +191,19 @@ def test_all_objectives_are_candidates_except_the_one_that_needs_a_critic(at: Sn
     assert {c.label for c in found} == {"gspo (run)", *gspo.objective_names()} - {"ppo_clip"}
     assert [s.label for s in skipped] == ["ppo_clip"]
     assert "from a critic" in skipped[0].reason
+
+
+def test_objectives_that_a_step_has_no_rewards_for_are_named(at: Snapshot) -> None:
+    """A penalty for a call of a tool makes rewards negative, and MaxRL divides by their mean."""
+    learner = at.learner
+    found, _ = candidates(learner.config, learner.objective, "all")
+    assert for_rewards(found, at.groups) == (found, [])
+    scores = [replace(s, reward=-0.5) for s in at.groups[0].scores]
+    kept, skipped = for_rewards(found, [replace(at.groups[0], scores=scores), *at.groups[1:]])
+    assert [(s.label, s.reason) for s in skipped] == [
+        ("maxrl", "it needs rewards of 0 or more, and one of this step is -0.5")
+    ]
+    assert len(kept) == len(found) - 1
 
 
 def test_all_can_be_combined_with_others_and_nothing_is_computed_twice(at: Snapshot) -> None:
