@@ -135,7 +135,9 @@ class _Server:
                 flush_output()
                 if os.getpid() != me:
                     break  # the environment forked and returned in its child
-                write_all(link.fileno(), json.dumps(answer, allow_nan=False).encode() + b"\n")
+                # No tokenizer accepts half a surrogate pair, which a model can write as an escape in JSON.
+                data = json.dumps(answer, allow_nan=False, ensure_ascii=False).encode(errors="replace")
+                write_all(link.fileno(), data + b"\n")
         finally:
             os._exit(0)
 
