@@ -71,16 +71,16 @@ class ObservationTemplate:
         if changed := sorted(self._changed_before.intersection(m["role"] for m in messages)):
             raise DataError(f"environment.rewritten_history: {_REWRITTEN.format(role=changed[0])}")
         # A template may write any field. The name of a tool is what the model wrote.
-        shown = [
-            {key: self.neutral(value) if key != "role" and isinstance(value, str) else value for key, value in m.items()}
-            for m in messages
-        ]
+        shown = [{key: self._harmless(key, value) for key, value in message.items()} for message in messages]
         if not self.templated:
             text = "".join(m["content"] for m in shown)
         else:
             end, after = self._after_turn(shown, self.neutral(call))
             text = after if ended else end + after
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _harmless(self, key: str, value: Any) -> Any:
+        return self.neutral(value) if key != "role" and isinstance(value, str) else value
 
     def neutral(self, text: str) -> str:
         """Text in which no token of the template is left: what a tool returns must not look like a turn of somebody
