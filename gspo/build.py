@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gspo.cluster.connect import membership
-from gspo.config import Config, ModelConfig, RolloutConfig, to_toml
+from gspo.config import Config, ModelConfig, RolloutConfig, check_number_of_ranks, to_toml
 from gspo.context import LearnContext, RunContext
 from gspo.data.order import SamplingOrder
 from gspo.data.problems import Problems, load_problems
@@ -382,6 +382,7 @@ def sampler_for(config: Config, policy: Policy, run: Path, checkpoint: Path | No
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
     """Refuse settings that do not work on this number of ranks."""
+    check_number_of_ranks(config, ranks.count)
     engine = config.rollout.engine
     if ranks.several and engine not in (able := _engines_of_ranks()):
         raise ConfigError(
@@ -392,18 +393,7 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
         raise ConfigError(
             f"ranks.sampling_weights: has no effect with engine {engine!r}, which has weights of its own; leave it out"
         )
-    if ranks.several and config.rollout.max_lag:
-        raise ConfigError(
-            f"rollout.max_lag: sampling while training works in a single process, and there are {ranks.count} ranks; "
-            "set it to 0, or start one"
-        )
-    context = config.learner.context_parallel
-    if ranks.count % context:
-        raise ConfigError(
-            f"learner.context_parallel: {ranks.count} rank{'s' * ranks.several} cannot form groups of {context}; start "
-            f"a multiple of {context} ranks (gspo train --nproc N), or set it to 1"
-        )
-    if context > 1 and config.model.compile == "on":
+    if config.learner.context_parallel > 1 and config.model.compile == "on":
         raise ConfigError(
             'model.compile: compiled layers cannot exchange tokens with other ranks; set it to "off", or '
             "learner.context_parallel = 1"

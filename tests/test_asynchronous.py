@@ -26,11 +26,15 @@ from gspo.build import check_ranks
 from gspo.config import Config
 from gspo.errors import CheckpointError, ConfigError, EngineError
 from gspo.learner import checkpoint
+from gspo.ranks.codec import encode
 from gspo.ranks.group import ONE
 from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS, TIMINGS, Metric
 from gspo.record.run_dir import read_events, read_jsonl
+from gspo.rollout import in_flight
+from gspo.rollout.sampling_process import SamplingProcess
 from gspo.trainer import resume, train
+from gspo.types import Sampling
 from gspo.view.replay.replay import Request, compute
 from gspo.view.run_reader import RunReader
 
@@ -221,6 +225,29 @@ def test_a_strange_plan_of_batches_is_no_checkpoint(golden: Path, tmp_path: Path
     (saved / "in_flight.json").write_bytes(orjson.dumps({"entries": entries[1:]}))
     with pytest.raises(CheckpointError, match="not about the steps after 3"):
         checkpoint.read_in_flight(saved)
+
+
+def test_fields_of_rows_may_be_any_json(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {"seed": 2**70, "name": "\ud800"}  # not in the JSON of messages between processes
+    plans = ((folder, in_flight.read(folder, int(folder.name))) for folder in golden.glob("checkpoints/*"))
+    kept, plan = next((folder, plan) for folder, plan in plans if plan and plan.entries[0].batch)
+    assert plan.entries[0].batch is not None
+    groups = [replace(g, prompt=replace(g.prompt, columns=columns)) for g in plan.entries[0].batch.rollouts.groups]
+    rollouts = replace(plan.entries[0].batch.rollouts, groups=tuple(groups))
+    entry = replace(plan.entries[0], batch=replace(plan.entries[0].batch, rollouts=rollouts))
+    in_flight.save(tmp_path, replace(plan, entries=(entry, *plan.entries[1:])))
+    again = in_flight.read(tmp_path, int(kept.name))
+    assert again is not None
+    assert again.entries == plan.entries
+
+    process = SamplingProcess(config="", checkpoint="", log=tmp_path / "log", timeout_s=60.0, weights=dict, room=0)
+    sent: list[bytes] = []
+    monkeypatch.setattr(process, "_send", lambda message: sent.append(encode(message)))
+    monkeypatch.setattr(process, "_answer", lambda: {"weights": "0", "completions": [], "steps": 0, "rows": 0})
+    monkeypatch.setattr(process, "_file", lambda name: tmp_path / name)
+    options = {"seed": 0, "stream": "", "version": 0}
+    process.after_step(0).generate([groups[0].prompt], samples=1, sampling=Sampling(max_tokens=1), **options)
+    assert len(sent) == 2
 
 
 def test_settings_of_the_sampling_process_need_a_lag(tiny: Callable[..., Config]) -> None:

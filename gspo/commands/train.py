@@ -120,6 +120,7 @@ def _launch_on_cluster(options: argparse.Namespace, overrides: list[str]) -> int
         run = run_path(settings)
         # Named here, because the run is resumed by its name, and a default name has the time in it.
         arguments = [*without_options(arguments, ("--run-dir",)), "--run-dir", str(run)]
+    config.check_number_of_ranks(settings, count)
     return launch_on_cluster(
         Order(
             config=settings,

@@ -220,6 +220,21 @@ def _check_controls(config: Config) -> None:
         raise ConfigError(f'eval.metric: "{config.eval.metric}" is measured only with eval.greedy = true; set it')
 
 
+def check_number_of_ranks(config: Config, count: int) -> None:
+    """Refuse settings that do not work on this number of ranks. A launcher asks before it starts any."""
+    if count > 1 and config.rollout.max_lag:
+        raise ConfigError(
+            f"rollout.max_lag: sampling while training works in a single process, and there are {count} ranks; "
+            "set it to 0, or start one"
+        )
+    context = config.learner.context_parallel
+    if count % context:
+        raise ConfigError(
+            f"learner.context_parallel: {count} rank{'s' * (count > 1)} cannot form groups of {context}; start "
+            f"a multiple of {context} ranks (gspo train --nproc N), or set it to 1"
+        )
+
+
 # Not SLURM_NTASKS: `sbatch` sets that for the whole job, also if the script starts a single process.
 _LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """The world size, as set by torchrun and accelerate, Open MPI, MPICH and Slurm's `srun`."""

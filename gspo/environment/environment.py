@@ -86,7 +86,8 @@ class Environment:
             return call(self.tools, wanted["name"], arguments)
         except (ToolUnavailable, GspoError):
             raise
-        except Exception as error:  # the model chooses the arguments, and must not be able to choose its status
+        except (Exception, SystemExit) as error:
+            # The model chooses the arguments, and must not be able to choose its status. Parsers of arguments exit.
             self.failed_calls += 1
             kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
             return f"error: {kind}{one_line(error)}"

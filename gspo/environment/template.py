@@ -49,9 +49,14 @@ class ObservationTemplate:
         """The token that ends a turn in a demonstration."""
         self._tools = list(tools)
         self._chat = chat
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
         special = {*map(str, tokenizer.all_special_tokens), *(t.content for t in added if t.special)} - {""}
         self._special = sorted(special, key=lambda text: (-len(text), text))
+        # Some templates mark a tool's result or a call by tokens that are not special, such as </tool_response>.
+        written = str(getattr(tokenizer, "chat_template", None) or "")
+        marks = {t.content for t in added if t.content.strip() and t.content in written}
+        self._forbidden = sorted({*special, *marks, _TURN}, key=lambda text: (-len(text), text))
+        """What no observation may contain."""
         self._changed_before: set[str] = set()
         """Roles of observations before which the template changes what the model thought."""
         self.templated = uses_template(tokenizer, chat=chat)
@@ -65,17 +70,22 @@ class ObservationTemplate:
         name of the tool whose result is the first message."""
         if changed := sorted(self._changed_before.intersection(m["role"] for m in messages)):
             raise DataError(f"environment.rewritten_history: {_REWRITTEN.format(role=changed[0])}")
-        shown = [{**m, "content": self.neutral(m["content"])} for m in messages]
+        # A template may write any field. The name of a tool is what the model wrote.
+        shown = [{key: self._harmless(key, value) for key, value in message.items()} for message in messages]
         if not self.templated:
             text = "".join(m["content"] for m in shown)
         else:
-            end, after = self._after_turn(shown, call)
+            end, after = self._after_turn(shown, self.neutral(call))
             text = after if ended else end + after
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def _harmless(self, key: str, value: Any) -> Any:
+        return self.neutral(value) if key != "role" and isinstance(value, str) else value
+
     def neutral(self, text: str) -> str:
-        """Text in which no special token is left: what a tool returns must not look like a turn of somebody else."""
-        for token in self._special:
+        """Text in which no token of the template is left: what a tool returns must not look like a turn of somebody
+        else."""
+        for token in self._forbidden:
             if token in text:
                 text = text.replace(token, f"{token[:1]} {token[1:]}")
         return text

@@ -76,7 +76,7 @@ def _hermes(text: str, names: Sequence[str]) -> Parsed:
     calls = []
     content = [thinking + end, parts[0]]
     if parts[1::2] != ["<tool_call>", "</tool_call>"] * (len(parts[1::2]) // 2):
-        raise Malformed("every <tool_call> needs one </tool_call> after it")
+        raise Malformed("every opening tool_call tag needs a closing one after it")
     for body, after in zip(parts[2::4], parts[4::4], strict=True):
         calls.append(_object_call(_json(body), "arguments"))
         content.append(after)
@@ -91,7 +91,7 @@ def _llama(text: str, names: Sequence[str]) -> Parsed:
     if not tagged and not (body.startswith("{") and '"name"' in body):
         return Parsed(content=text.strip())
     calls = []
-    decoder = json.JSONDecoder(object_pairs_hook=_unique)
+    decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
     while body:
         try:
             value, end = decoder.raw_decode(body)

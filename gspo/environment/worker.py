@@ -2,8 +2,9 @@
 
 In: JSON lines on stdin: first the environment to load, then requests, each with a token and a conversation. Out: one
 line per request, the token followed by JSON. Invariant: the environment is imported once, and every conversation is a
-fork of this process, so none can see or delay another. This process itself only passes lines on. It kills what a
-conversation has started when the conversation ends, and it ends with its trainer, like the workers of rewards.
+fork of this process, so none can see or delay another. This process itself only passes lines on. It kills the process
+group of a conversation when the conversation ends. It ends with its trainer, like the workers of rewards, and then all
+that is left of the conversations is killed, too.
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ class _Server:
                 flush_output()
                 if os.getpid() != me:
                     break  # the environment forked and returned in its child
-                write_all(link.fileno(), json.dumps(answer, allow_nan=False).encode() + b"\n")
+                # No tokenizer accepts half a surrogate pair, which a model can write as an escape in JSON.
+                data = json.dumps(answer, allow_nan=False, ensure_ascii=False).encode(errors="replace")
+                write_all(link.fileno(), data + b"\n")
         finally:
             os._exit(0)
 

@@ -88,10 +88,10 @@ def check_model(context: PreflightContext) -> Iterator[Finding]:
     started = time.monotonic()
     context.policy = policy = policy_for(config, context.tokenizer)
     yield ok(f"Loaded in {time.monotonic() - started:.1f} s.")
-    context.engine = engine_for(config, policy)
-    context.stack.callback(context.engine.close)
-    if context.environment is not None:
-        context.engine = context.environment.engine(context.engine, policy)
+    engine = engine_for(config, policy)
+    context.stack.callback(engine.close)
+    # Set at the end: without its environment, an engine samples what the rewards cannot score.
+    context.engine = engine if context.environment is None else context.environment.engine(engine, policy)
     check_routes(config, context.engine)
 
 

@@ -77,7 +77,9 @@ class _Recent:
         evaluation = {k: v for k, v in self.values.items() if k.startswith("eval/")}
         self.values = evaluation | {k: v for k, v in metrics.items() if v is not None}
         self.evaluated(metrics)
-        self.values["tokens/s"] = metrics.get("tokens/generated", 0) / max(1e-9, timings.get("time/rollout_s", 0.0))
+        # With `rollout.max_lag`, the batch was sampled next to training. A step that was resumed may have no such time.
+        seconds = timings.get("time/rollout_s") or timings.get("lag/rollout_s")
+        self.values["tokens/s"] = metrics.get("tokens/generated", 0) / seconds if seconds else None
 
     def left(self, step: int, steps: int) -> float:
         """Remaining seconds at the average pace so far."""

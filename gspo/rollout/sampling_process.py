@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,9 @@ class SamplingProcess:
         if self._loaded != name:
             self._send({"command": "load", "name": name, "path": str(self._file(name))})
             self._loaded = name
-        self._send({"command": "generate", "prompts": list(prompts), "options": dict(options)})
+        # The fields of a row are for rewards. They may be any JSON, such as a number of more than 64 bits.
+        plain = [replace(prompt, columns={}) for prompt in prompts]
+        self._send({"command": "generate", "prompts": plain, "options": dict(options)})
         while "weights" not in (answer := self._answer()):
             pass  # the answers to `build` and `load`
         sampled: Sampled = convert(Sampled, answer)

@@ -53,6 +53,8 @@ class Tools(Environment):
     def half(self, number: int) -> str:
         "Half of a number."
         if number == 13: raise ToolUnavailable("no luck")
+        if number == 14: raise SystemExit("usage")
+        if number == 15: return "\\ud800"
         return str(number // (number - 7) // 2)
 
 class Trl:
@@ -212,6 +214,7 @@ def test_an_observation_cannot_forge_a_turn(own: str) -> None:
 
 def test_tool_errors_are_observations_and_counted(own: str) -> None:
     answers = {"a": "half(20)", "b": "half(x)", "c": "half(7)", "d": "half(20", "e": "half(13)", "f": "done"}
+    answers |= {"g": "half(14)", "h": "half(15)"}
 
     def answer(content: str, key: str) -> str:
         return answers.get(content, "done")
@@ -222,12 +225,14 @@ def test_tool_errors_are_observations_and_counted(own: str) -> None:
     turns = [c.conversation.turns for c in done if c.conversation]
     assert "error: half: number must be of type integer" in shown[1]
     assert "error: a call ends with a parenthesis" in shown[3]
-    assert [t[0].failed_calls for t in turns if t] == [0, 1, 1, 1, 0, 0]
+    assert [t[0].failed_calls for t in turns if t] == [0, 1, 1, 1, 0, 0, 1, 0]
+    assert "error: SystemExit: usage" in shown[6]  # parsers of arguments exit
+    assert "half(15)<tool>?" in shown[7]  # half a surrogate pair, which no tokenizer accepts
     failures = [c.conversation.failure for c in done if c.conversation]
     assert failures[4] is not None
     assert "ToolUnavailable: no luck" in failures[4]
     # It gives no reward, and there are no reward functions.
-    assert [status for status, _ in scores(done)] == [Status.UNSCORED] * 6
+    assert [status for status, _ in scores(done)] == [Status.UNSCORED] * 8
 
 
 def test_an_environment_in_the_form_of_trl(own: str) -> None:

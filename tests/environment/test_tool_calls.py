@@ -150,6 +150,7 @@ def test_calls_and_text_are_told_apart(style: str, text: str, content: str, call
         ("hermes", HERMES.replace('"Ulm"', "[" * 100_000)),
         ("hermes", HERMES * 17),
         ("llama", LLAMA + " and more"),
+        ("llama", LLAMA.replace('"Ulm"', "NaN")),
         ("llama", "<|python_tag|>print(1)"),
         ("llama", LLAMA.replace("}}", "}")),
         ("gpt_oss", "<|channel|>commentary to=functions.book<|message|>[1]"),

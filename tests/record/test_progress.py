@@ -44,3 +44,12 @@ def test_the_remaining_time_is_estimated_anew_after_a_rollback(capsys: Any, monk
         now += 10
         display.step(step, 9, TRAINED, TIMES | {"time/step_s": 10.0})
     assert capsys.readouterr().out.splitlines()[-1].endswith("left 1:10")
+
+
+def test_tokens_per_second_are_those_of_the_time_in_which_they_were_sampled(capsys: Any) -> None:
+    """With `rollout.max_lag` a step itself samples nothing, and a batch from a checkpoint has no sampling time."""
+    display = PlainDisplay()
+    for times in ({"time/rollout_s": 2.0}, {"lag/rollout_s": 4.0}, {}):
+        display.step(1, 3, TRAINED | {"tokens/generated": 100}, {"time/step_s": 1.0} | times)
+    rates = [line.partition("tokens/s ")[2].split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert rates == ["50", "25", "-"]
