@@ -26,7 +26,7 @@ from gspo.model.lm_head import bypass_head, gradient_buffer, lm_head, supports_l
 from gspo.model.micro_batch import MicroBatch
 from gspo.model.out_of_memory import out_of_memory, release_memory
 from gspo.model.packed_forward import run_forward
-from gspo.model.sharding import full, synchronize_gradients
+from gspo.model.sharding import full, reshard, synchronize_gradients
 from gspo.ranks.group import ONE, Ranks
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ def plan_logprobs(
             if not out_of_memory(error) or len(halves) < 2 or ranks.several:
                 raise
             waiting += reversed(halves)
+    # No backward pass frees what is still gathered. An update without a gradient has none either, and changes weights.
+    reshard(model)
     return ranks.sum(logp_N), ranks.sum(entropy_N)
 
 
