@@ -55,6 +55,8 @@ class Case:
     uniform: bool = False
     """Whether most groups have equal rewards, so that ranks have little or nothing to compute."""
     padded: bool = False
+    drift: bool = False
+    """Whether weights also move in an update without a gradient, as they do by the momentum of AdamW."""
     broken: bool = False
     """Whether the sampler's log-prob of a single token is NaN, and with it the loss of a single rank."""
 
@@ -69,6 +71,7 @@ CASES = {
     "kl in reward": Case("grpo", {"objective.kl": "0.1", "objective.kl_in": "reward"}),
     "entropy": Case("gspo", {"objective.entropy": "0.1"}),
     "uniform": Case("gspo", uniform=True),
+    "drift": Case("gspo", {"learner.mini_batches": "6"}, uniform=True, drift=True),
     "padded": Case("gspo", padded=True),
     "sampler": Case("gspo", {"learner.old_logp": "sampler", "learner.allow_mismatch": "true"}),
     "checkpointing": Case("gspo", {"model.gradient_checkpointing": "true"}),
@@ -167,8 +170,11 @@ class GradientDescent:
     updates = 0
     loss_scale = 1.0
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, drift: bool) -> None:
         self.model = model
+        self.drift = drift
+        self.parts = list(model.parameters())
+        """Of several ranks, this rank's parts of the weights, also while the model holds whole ones."""
         self.gradients: list[Tensor] = []
         self.finite: list[bool] = []
 
@@ -186,6 +192,9 @@ class GradientDescent:
             if loss_finite:
                 p.data.add_(p.grad, alpha=-0.05)
             p.grad = None
+        if self.drift:
+            for p in self.parts:
+                p.data.mul_(1.1)
         # The sum shows that every rank has the weights of all completions.
         norm = float(self.gradients[-1].norm())
         return Update(applied=True, grad_norm=norm, learning_rate=0.0, ess=float(log_weight_B.sum()))
@@ -233,7 +242,7 @@ def run(case: Case, ranks: Ranks, folder: Path) -> dict[str, Any]:
         shard(policy.model, ranks.count)
         if reference is not None and reference is not policy.model:
             shard(reference, ranks.count)
-    optimizer = GradientDescent(policy.model)
+    optimizer = GradientDescent(policy.model, drift=case.drift)
     context = LearnContext(
         config=config, objective=objective, policy=policy, reference=reference, optimizer=optimizer, ranks=ranks
     )
