@@ -62,7 +62,7 @@ from gspo.rollout.gather import CollectResult
 from gspo.saving import Saver
 from gspo.signals import Interrupted, StopRequest
 from gspo.step import learn
-from gspo.types import Prompt
+from gspo.types import Prompt, without_columns
 
 
 class Loop:
@@ -177,7 +177,7 @@ class Loop:
             # Of several ranks, each trains on a part of the groups.
             with (
                 clock.measure("learn"),
-                context.ranks.together("learn", groups=groups, step=step, clip=_clip_range(state)),
+                context.ranks.together("learn", groups=without_columns(groups), step=step, clip=_clip_range(state)),
                 context.ranks.clock.measure("learn"),
             ):
                 learned = learn(context, groups, step=step)

@@ -120,6 +120,11 @@ class Prompt:
     demonstration: str = ""
     """A correct completion, for the cold start; empty if the row has none."""
 
+    def without_columns(self) -> Prompt:
+        """The prompt as other processes get it: only rewards read the row's other fields, which may be any JSON, such
+        as a number of more than 64 bits."""
+        return replace(self, columns={})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -241,6 +246,11 @@ class Group:
     def uniform(self) -> bool:
         """Whether all scored completions have the same reward, so the reward gives the group no learning signal."""
         return equal_rewards([score.reward for score in self.scores if score.reward is not None])
+
+
+def without_columns(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """The groups as other processes get them."""
+    return tuple(replace(group, prompt=group.prompt.without_columns()) for group in groups)
 
 
 def equal_rewards(rewards: Sequence[float]) -> bool:

@@ -79,7 +79,7 @@ class DataParallelEngine:
         with ExitStack() as stack:
             try:
                 with shielded():  # a stop request in between would leave the followers waiting
-                    self._ranks.call("generate", prompts=list(prompts), **options)
+                    self._ranks.call("generate", prompts=[prompt.without_columns() for prompt in prompts], **options)
                     if not self._ranks.by_layer:
                         stack.enter_context(gathered(self._model))
                 with _sampling(self._model, self._ranks), self._ranks.clock.measure(_purpose(stream)):

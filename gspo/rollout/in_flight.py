@@ -26,7 +26,7 @@ from gspo.data.difficulty import Difficulty
 from gspo.errors import CheckpointError
 from gspo.ranks.codec import convert, encode
 from gspo.rollout.gather import CollectResult, RolloutBatch
-from gspo.types import Group
+from gspo.types import without_columns
 
 FILE = "in_flight.json"
 ROUNDING = 1e-3
@@ -117,16 +117,10 @@ def _entry_fields(entry: Entry) -> dict[str, Any]:
         "judged": difficulty.judged.tolist(),
         "skipped": difficulty.skipped,
     }
-    groups, discarded = map(_without_columns, (batch.rollouts.groups, batch.rollouts.discarded))
+    groups, discarded = map(without_columns, (batch.rollouts.groups, batch.rollouts.discarded))
     rollouts = RolloutBatch(groups=groups, discarded=discarded)
     plain = replace(batch, rollouts=rollouts, after=replace(batch.after, difficulty=None))
     return {"ticket": entry.ticket, "batch": plain, "difficulty": measured}
-
-
-def _without_columns(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups without the fields of their rows, which rewards have read already. They may be any JSON, such as a
-    number of more than 64 bits."""
-    return tuple(replace(group, prompt=replace(group.prompt, columns={})) for group in groups)
 
 
 def _entry(fields: Mapping[str, Any]) -> Entry:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +182,7 @@ class SamplingProcess:
         if self._loaded != name:
             self._send({"command": "load", "name": name, "path": str(self._file(name))})
             self._loaded = name
-        # The fields of a row are for rewards. They may be any JSON, such as a number of more than 64 bits.
-        plain = [replace(prompt, columns={}) for prompt in prompts]
+        plain = [prompt.without_columns() for prompt in prompts]
         self._send({"command": "generate", "prompts": plain, "options": dict(options)})
         while "weights" not in (answer := self._answer()):
             pass  # the answers to `build` and `load`

@@ -25,7 +25,7 @@ steps = 2
 build = "tiny_moe"
 device = "cpu"
 [data]
-task = "sorting"
+path = "FOLDER/rows.jsonl"
 held_out = 4
 [rollout]
 prompts = 6
@@ -40,6 +40,8 @@ workers = 1
 [eval]
 every = 2
 """
+# Only rewards read the fields of a row, so no other process gets one that exceeds what messages can contain.
+ROWS = [{"prompt": f"sort {7 * i % 10} {3 * i % 10} {i}", "answer": str(i), "serial": 2**70 + i} for i in range(60)]
 # An untrained model gets some of it.
 REWARD = """\
 def length(prompts, completions, **columns):
@@ -53,6 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "recipe.toml").write_text(RECIPE.replace("FOLDER", str(folder)), encoding="utf-8")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS), encoding="utf-8")
     found = {}
     for count in (1, 2, 4):
         found[count] = folder / str(count)
@@ -105,8 +108,10 @@ def test_each_rank_has_its_time_and_memory(runs: dict[int, Path], count: int) ->
         for name in ("rollout", "learn"):
             each = [row[f"rank/{rank}/{name}_s"] for rank in range(count)]
             assert min(each) > 0
-            assert row[f"ranks/{name}_max_s"] == max(each) <= row[f"time/{name}_s"]
+            assert row[f"ranks/{name}_max_s"] == max(each)
             assert row[f"ranks/{name}_mean_s"] == pytest.approx(sum(each) / count)
+        # The leader waits for all completions. It does not wait for what others do after the last update.
+        assert row["ranks/rollout_max_s"] <= row["time/rollout_s"]
         memory = [row[f"rank/{rank}/memory_gb"] for rank in range(count)]
         assert min(memory) > 0.05
         assert row["memory/peak_gb"] == max(memory) < 50
