@@ -63,13 +63,15 @@ class Job:
 
 def shared_config(recipe: Path, overrides: Sequence[str]) -> Config:
     """The recipe with the overrides that apply to all arms."""
+    from gspo.build import with_dtype
+
     for text in overrides:
         key = text.removeprefix("--").partition("=")[0].replace("-", "_")
         if key in RESERVED:
             raise ConfigError(f"--{key}: a comparison sets it itself; use {RESERVED[key]}")
     # The recipe's own objective may not have these settings; each arm checks them against its objective.
     shared = [o for o in overrides if not o.removeprefix("--").startswith("objective.")]
-    config = settings.anchored(settings.load(recipe, shared))
+    config = with_dtype(settings.anchored(settings.load(recipe, shared)))
     if not config.steps:
         raise ConfigError("steps: nothing to compare with steps = 0; set the number of training steps")
     return config
@@ -91,7 +93,7 @@ def arm_configs(recipe: Path, overrides: Sequence[str], arms: Sequence[Arm]) -> 
 
 
 def _arm_config(tree: dict[str, Any], overrides: Sequence[str], arm: Arm) -> Config:
-    from gspo.build import run_objective
+    from gspo.build import run_objective, with_dtype
     from gspo.data.sources import check_file
     from gspo.reward.source_rewards import locate, source_rewards
     from gspo.rollout.engine import engine_names
@@ -100,7 +102,7 @@ def _arm_config(tree: dict[str, Any], overrides: Sequence[str], arm: Arm) -> Con
         # `shared_config` has already reported old names.
         config = settings.override(tree, [*overrides, *arm.overrides], where="recipe", report_old_names=False)
         settings.check(config)
-        config = settings.anchored(config)
+        config = with_dtype(settings.anchored(config))
         run_objective(config)
         if config.rollout.engine not in engine_names():
             raise ConfigError(
