@@ -222,7 +222,7 @@ def take_step(environment: Environment, parsed: Parsed) -> dict[str, Any]:
     messages = _messages(observations, "step")
     if not done and not messages:
         raise ValueError(
-            "step: the conversation goes on without an observation, so the model would have nothing to answer"
+            "step: the conversation continues without an observation, so the model would have nothing to answer"
         )
     return {
         "messages": messages,

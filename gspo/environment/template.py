@@ -5,7 +5,7 @@ turn. Invariant: what was sampled is never tokenized again. The template writes 
 for the model's turn, and what follows the placeholder is added to the tokens so far. So it is the same for every
 conversation, whatever the template would make of earlier turns.
 
-A template that changes what the model wrote in earlier turns (drops its thinking, writes its tool calls anew) is found
+A template that changes what the model wrote in earlier turns (drops its thinking, writes its tool calls again) is found
 by a trial before the run starts.
 """
 

@@ -32,7 +32,7 @@ class PythonTool(Environment):
 
     @tool
     def python(self, code: str) -> str:
-        """Run a Python program and return what it prints. Every program starts anew, without files and network.
+        """Run a Python program and return what it prints. Every program starts from scratch, without files and network.
 
         Args:
             code: The program, for example print(3 + 4).
