@@ -1,4 +1,4 @@
-"""Memory and time of training steps on one GPU, beside what `gspo plan` predicts for them.
+"""Memory and time of training steps on one GPU, next to what `gspo plan` predicts for them.
 
 In: a CUDA device, or a CPU for a test of the script. Out: one line of JSON per case, a table of predictions and
 measurements, and all of it in `plan.json` under $OUT if that is set. Invariant: a case that fails, or crashes its
