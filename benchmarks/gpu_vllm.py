@@ -1,8 +1,8 @@
 """vLLM on the workloads of `gpu_decode.py`, in a process of its own.
 
 In: a folder with a `config.json`, workloads as JSON, GiB for the KV cache, and a line to begin. Out: one line of JSON
-per workload: tokens, and seconds of the fastest call. Weights are random. Log-probs of the sampled tokens are on, as
-RL needs them.
+per workload: tokens and seconds of the fastest call, or of all calls for mixed lengths. Weights are random. Log-probs
+of the sampled tokens are on, as RL needs them.
 
     PYTHONPATH=SITE python benchmarks/gpu_vllm.py FOLDER '[{"prompts": 32, "samples": 8, "new": 256, "stops": 0}]' 20
 """
@@ -105,7 +105,9 @@ def main() -> None:
             outputs = llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
             tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
             took.append((tokens, time.perf_counter() - start))
-        tokens, seconds = max(took[1:], key=lambda one: one[0] / one[1])
+        del took[0]  # warms up
+        # Of mixed lengths, all calls count: they differ in their longest completion.
+        tokens, seconds = map(sum, zip(*took, strict=True)) if stops else max(took, key=lambda one: one[0] / one[1])
         print(json.dumps({"tokens": tokens, "seconds": seconds}), flush=True)
 
 
