@@ -492,7 +492,6 @@ def test_attention_on_triton(
         # As large heads have.
         monkeypatch.setattr(fused, "_tile", lambda *_: (16, 2))
     slots = filled(6, 3)
-    fused.order_rows(slots)
     options = {"window": None, "softcap": None, "sinks": False, **OPTIONS[name]}
     sink = random(queries, seed=4) if options.pop("sinks") else None
     cache = (random(19, heads, BLOCK_SIZE, size), random(19, heads, BLOCK_SIZE, value_size, seed=1))
@@ -515,20 +514,6 @@ def test_attention_on_triton(
     torch.testing.assert_close(
         expected[row].view(queries, value_size)[head], weight @ values[start:length], atol=2e-6, rtol=1e-5
     )
-
-
-@on_triton
-@pytest.mark.parametrize("rows", [1, 6, 30])
-def test_rows_are_ordered_by_length_on_triton(rows: int) -> None:
-    slots, ordered = filled(30, 3).first(rows), []
-    for k in both_kernels():
-        slots.order_S.zero_()
-        k.order_rows(slots)
-        ordered.append(slots.order_S.clone())
-    assert torch.equal(*ordered)
-    assert sorted(ordered[0].tolist()) == list(range(rows))
-    length = (slots.state[POSITION] * slots.state[LIVE])[ordered[0].long()].tolist()
-    assert length == sorted(length, reverse=True)
 
 
 @on_triton
@@ -629,7 +614,6 @@ def test_bookkeeping_on_triton(stop_ids: list[int]) -> None:
             token_ST=given.token_ST.clone(),
             logp_ST=given.logp_ST.clone(),
             routes_STLK=None,
-            order_S=given.order_S,
         )
         k.advance(slots, token, logp, stops, 10)
         made.append(slots)

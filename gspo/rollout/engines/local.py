@@ -39,7 +39,7 @@ from gspo.rollout.engine import (
     eval_mode,
 )
 from gspo.rollout.local.decoder import obstacle_to_paging
-from gspo.rollout.local.paged import CompiledSteps, PagedBatch
+from gspo.rollout.local.paged import PagedBatch
 from gspo.rollout.local.sampling import (
     DecodeResult,
     DeviceControls,
@@ -88,7 +88,6 @@ class LocalEngine:
         self.slots = slots
         self.prefill_tokens = prefill_tokens
         self.position_limit = position_limit(context.model)
-        self._compiled: CompiledSteps = {}
         self.paged = context.model.device.type == "cuda" and _can_page(context)
         if not self.paged:
             _ = self.cached  # warn when the engine is built, not in the middle of a run
@@ -171,7 +170,7 @@ class LocalEngine:
         options: dict[str, int] = {"slots": slots, "prefill_tokens": self.prefill_tokens}
         # The kernels of the paged path round as the model does without autocast.
         if self.paged and not torch.is_autocast_enabled(model.device.type):
-            result = PagedBatch(model, queue, controls, routers=routers, compiled=self._compiled, **options).run()
+            result = PagedBatch(model, queue, controls, routers=routers, **options).run()
             torch.cuda.empty_cache()  # the learner needs the memory of the KV cache
             return result
         state = (

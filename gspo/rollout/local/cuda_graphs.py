@@ -16,26 +16,25 @@ from gspo.model.out_of_memory import out_of_memory
 
 
 class CudaGraphs:
-    """Replays a CUDA graph of `step` for batch sizes whose kernels are compiled. Calls it eagerly the first time."""
+    """Calls `step` eagerly the first time a batch size occurs, and replays a CUDA graph from the second time on."""
 
-    def __init__(self, step: Callable[[int], None], compiled: set[int] | None = None) -> None:
-        """`compiled`: batch sizes for which an equal step has run in this process. New ones are added."""
+    def __init__(self, step: Callable[[int], None]) -> None:
         self.step = step
         self.graph: dict[int, Any] = {}
-        self.compiled = set() if compiled is None else compiled
+        self.warmed_up: set[int] = set()
         self.pool: Any = None
         self.captures = True
 
     def __call__(self, rows: int) -> None:
         # The eager first call compiles the Triton kernels: compilation is not allowed during capture.
-        if self.captures and rows in self.compiled and rows not in self.graph:
+        if self.captures and rows in self.warmed_up and rows not in self.graph:
             self._capture(rows)
-        # Capturing does not run the step, so a graph that was just captured is replayed immediately.
+        self.warmed_up.add(rows)
+        # Capturing does not run the step, so a graph that was just captured is replayed at once.
         if rows in self.graph:
             self.graph[rows].replay()
         else:
             self.step(rows)
-            self.compiled.add(rows)
 
     def _capture(self, rows: int) -> None:
         graph = torch.cuda.CUDAGraph()

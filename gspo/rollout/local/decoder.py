@@ -127,7 +127,6 @@ class Decoder:
     def logits(self, rows: int) -> tuple[Tensor, Tensor | None]:
         """Run the input tokens of the first `rows` slots; logits, [R, V], and experts, [R, L, K], if recorded."""
         slots = self.slots.first(rows)
-        self.kernels.order_rows(slots)
         with self._patched(slots), ExitStack() as stack:
             if self.head is not None:
                 stack.enter_context(bypass_head(self.head))

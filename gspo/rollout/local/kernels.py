@@ -115,12 +115,6 @@ def _rotate(x_RHD: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x_RHD * cosine[:, None] + torch.cat([-high, low], dim=-1) * sine[:, None]
 
 
-def order_rows(slots: Slots) -> None:
-    """Order the rows by the number of tokens that they attend to, for the attention of this step."""
-    length_R = slots.state[POSITION] * slots.state[LIVE]
-    slots.order_S.copy_(length_R.argsort(descending=True, stable=True))
-
-
 def paged_attention(
     slots: Slots,
     query_RHD: Tensor,

@@ -26,8 +26,6 @@ PROGRAMS = 1024
 """Attention is split into about this many programs or more, so that few rows also occupy the whole GPU."""
 SPLIT_BLOCKS = 32
 """KV cache blocks per program when there are enough programs, so that one long row does not delay all others."""
-ROPE_ELEMENTS = 512
-"""Elements of heads that a program of the rotary embedding works on."""
 SHARED_MEMORY = 128 * 1024
 """At most as many bytes of keys and values in the shared memory of an attention program. An H200 has 227 KiB."""
 
@@ -118,10 +116,7 @@ def rope_and_store(
     weights = norms or (query, query)  # any pointer will do: the kernel does not read it without norms
     # They may be parts of the rows of one product.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    block = triton.next_power_of_2(size)
-    # A program per head would be too short: starting it would take longer than its work.
-    chunk = min(triton.next_power_of_2(max(queries, heads)), max(1, ROPE_ELEMENTS // block))
-    _rope_and_store_kernel[(len(query), triton.cdiv(queries, chunk) + triton.cdiv(heads, chunk))](
+    _rope_and_store_kernel[(len(query), queries + heads)](
         query,
         key,
         value,
@@ -141,11 +136,10 @@ def rope_and_store(
         QUERIES=queries,
         HEADS=heads,
         SIZE=size,
-        BLOCK=block,
-        CHUNK=chunk,
+        BLOCK=triton.next_power_of_2(size),
         KV_BLOCK=BLOCK_SIZE,
         NORMED=norms is not None,
-        num_warps=max(1, chunk * block // 512),
+        num_warps=1,
     )
     return out
 
@@ -169,15 +163,6 @@ def store(slots: Slots, key_RHD: Tensor, value_RHE: Tensor, cache: tuple[Tensor,
         VALUE_BLOCK=triton.next_power_of_2(value_size),
         KV_BLOCK=BLOCK_SIZE,
         num_warps=1,
-    )
-
-
-def order_rows(slots: Slots) -> None:
-    """Order the rows by the number of tokens that they attend to, for the attention of this step."""
-    rows = slots.count
-    block = min(1024, triton.next_power_of_2(rows))
-    _order_rows_kernel[(rows,)](
-        slots.state[POSITION], slots.state[LIVE], slots.order_S, rows, BLOCK=block, num_warps=max(1, block // 256)
     )
 
 
@@ -216,12 +201,11 @@ def paged_attention(
         "VALUE_BLOCK": value_block,
         "SPLITS": splits,
     }
-    _paged_attention_kernel[(heads, rows, splits)](
+    _paged_attention_kernel[(rows, heads, splits)](
         query_RHD,
         parts,
         logs,
         *cache,
-        slots.order_S,
         slots.table_SW,
         slots.table_SW.stride(0),
         slots.state[POSITION],
@@ -419,24 +403,21 @@ def _combine_experts_kernel(x, place, weight, out, K: tl.constexpr, SIZE: tl.con
 
 
 @triton.jit
-def _rotate(x, real, weight, cosine, sine, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):
-    """Normalize and rotate the heads that begin at `x`, [C, 1], where `real`. Every product and sum is rounded as the
-    model's own code rounds it."""
+def _rotate(x, weight, cosine, sine, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr):
+    """Normalize and rotate a head. Every product and sum is rounded as the model's own code rounds it."""
     at = tl.arange(0, BLOCK)
-    inside = at < SIZE
     other = tl.where(at < SIZE // 2, at + SIZE // 2, at - SIZE // 2)
-    here = tl.load(x + at[None, :], mask=real & inside[None, :], other=0.0)
-    there = tl.load(x + other[None, :], mask=real & inside[None, :], other=0.0)
+    here = tl.load(x + at, mask=at < SIZE, other=0.0)
+    there = tl.load(x + other, mask=at < SIZE, other=0.0)
     kind = here.dtype
     if NORMED:
         wide = here.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)[:, None]
-        here = (wide * scale).to(kind) * tl.load(weight + at, mask=inside, other=0.0)[None, :]
-        there = (there.to(tl.float32) * scale).to(kind) * tl.load(weight + other, mask=inside, other=0.0)[None, :]
-    across_sine = tl.load(sine + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    straight = (here.to(tl.float32) * tl.load(cosine + at, mask=inside, other=0.0).to(tl.float32)[None, :]).to(kind)
-    across = (there.to(tl.float32) * across_sine).to(kind)
-    across = tl.where((at < SIZE // 2)[None, :], -across, across)
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+        here = (wide * scale).to(kind) * tl.load(weight + at, mask=at < SIZE, other=0.0)
+        there = (there.to(tl.float32) * scale).to(kind) * tl.load(weight + other, mask=at < SIZE, other=0.0)
+    straight = (here.to(tl.float32) * tl.load(cosine + at, mask=at < SIZE, other=0.0).to(tl.float32)).to(kind)
+    across = (there.to(tl.float32) * tl.load(sine + at, mask=at < SIZE, other=0.0).to(tl.float32)).to(kind)
+    across = tl.where(at < SIZE // 2, -across, across)
     return (straight.to(tl.float32) + across.to(tl.float32)).to(kind)
 
 
@@ -464,35 +445,28 @@ def _rope_and_store_kernel(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """`CHUNK` heads of one row: the first programs rotate queries, the others rotate keys and store them and values."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    at, member = tl.arange(0, BLOCK), tl.arange(0, CHUNK)
+    row, head = tl.program_id(0), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
     cosine += row * SIZE
     sine += row * SIZE
-    if chunk * CHUNK < QUERIES:
-        head = (chunk * CHUNK + member)[:, None]
-        real = head < QUERIES
+    if head < QUERIES:
         start = query + row * query_stride + head * SIZE
-        rotated = _rotate(start, real, query_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
-        tl.store(out + (row * QUERIES + head) * SIZE + at[None, :], rotated, mask=real & (at < SIZE)[None, :])
+        rotated = _rotate(start, query_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
+        tl.store(out + (row * QUERIES + head) * SIZE + at, rotated, mask=at < SIZE)
     else:
         if tl.load(live + row) != 0:
-            head = ((chunk - tl.cdiv(QUERIES, CHUNK)) * CHUNK + member)[:, None]
-            real = head < HEADS
+            start = (head - QUERIES) * SIZE
             where = tl.load(position + row)
             # int64: the offset of an element in a large cache overflows int32.
             kv_block = tl.load(table + row * width + where // KV_BLOCK).to(tl.int64)
-            to = ((kv_block * HEADS + head) * KV_BLOCK + where % KV_BLOCK) * SIZE + at[None, :]
-            start = key + row * key_stride + head * SIZE
-            rotated = _rotate(start, real, key_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
-            stored = real & (at < SIZE)[None, :]
-            tl.store(keys + to, rotated, mask=stored)
-            new = tl.load(value + row * value_stride + head * SIZE + at[None, :], mask=stored, other=0.0)
-            tl.store(values + to, new, mask=stored)
+            to = ((kv_block * HEADS + head - QUERIES) * KV_BLOCK + where % KV_BLOCK) * SIZE + at
+            rotated = _rotate(key + row * key_stride + start, key_weight, cosine, sine, eps, SIZE, BLOCK, NORMED)
+            tl.store(keys + to, rotated, mask=at < SIZE)
+            new = tl.load(value + row * value_stride + start + at, mask=at < SIZE, other=0.0)
+            tl.store(values + to, new, mask=at < SIZE)
 
 
 @triton.jit
@@ -527,27 +501,12 @@ def _store_kernel(
 
 
 @triton.jit
-def _order_rows_kernel(position, live, order, rows, BLOCK: tl.constexpr):
-    """The place of one row among all: the number of longer rows, and of equally long ones before it."""
-    row = tl.program_id(0)
-    mine = tl.load(position + row) * tl.load(live + row)
-    place = tl.zeros([], tl.int32)
-    for start in range(0, rows, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        length = tl.load(position + at, mask=at < rows, other=0) * tl.load(live + at, mask=at < rows, other=0)
-        before = (at < rows) & ((length > mine) | ((length == mine) & (at < row)))
-        place += tl.sum(before.to(tl.int32), 0)
-    tl.store(order + place, row)
-
-
-@triton.jit
 def _paged_attention_kernel(
     query,
     parts,
     logs,
     keys,
     values,
-    order,
     table,
     width,
     position,
@@ -573,9 +532,7 @@ def _paged_attention_kernel(
     SPLITS: tl.constexpr,
 ):
     """One row, the query heads of one key-value head, over one split of the row's blocks: online softmax."""
-    # Programs start in the order of their numbers, the heads of the longest row first.
-    head, split = tl.program_id(0), tl.program_id(2)
-    row = tl.load(order + tl.program_id(1))
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.where(tl.load(live + row) != 0, tl.load(position + row) + 1, 0).to(tl.int32)
     kv_blocks = tl.cdiv(length, KV_BLOCK)
     if WINDOWED:
@@ -637,7 +594,7 @@ def _paged_attention_kernel(
     if SPLITS == 1:
         tl.store(parts + mine, output.to(parts.dtype.element_ty), mask=real)
     else:
-        rows = tl.num_programs(1)
+        rows = tl.num_programs(0)
         tl.store(parts + split * rows * QUERIES * VALUE_SIZE + mine, output, mask=real & (total > 0)[:, None])
         tl.store(logs + split * rows * QUERIES + own_head, log, mask=member < GROUP)
 

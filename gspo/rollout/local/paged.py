@@ -18,7 +18,7 @@ budget idles until the host has decoded it, and then continues, with the end of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +45,6 @@ STOP_EVERY = 16
 """Steps between searches for stop strings."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that the KV cache may take. The rest is for activations."""
-
-
-CompiledSteps = dict[Hashable, set[int]]
-"""Batch sizes that were decoded in this process, by everything else that the kernels of a step depend on."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -120,7 +116,6 @@ class PagedBatch:
         prefill_tokens: int,
         routers: Routers | None = None,
         blocks: int | None = None,
-        compiled: CompiledSteps | None = None,
     ) -> None:
         self.queue = queue
         self.controls = controls
@@ -136,10 +131,7 @@ class PagedBatch:
         self.blocks = BlockAllocator(count)
         self.decoder = Decoder(model, self.slots, count, routers, copies=copies)
         self.on_device = DeviceControls(controls, model.device)
-        # Everything that a kernel may be specialized for. The model and its end tokens are those of the engine.
-        sizes = (slots, self.width, sampling, routers is None, copies)
-        known = set() if compiled is None else compiled.setdefault(sizes, set())
-        self.launch = CudaGraphs(self._step, known) if model.device.type == "cuda" else self._step
+        self.launch = CudaGraphs(self._step) if model.device.type == "cuda" else self._step
         self.rows: list[_Row | None] = [None] * slots
         self.waiting = list(range(len(queue.place_B)))[::-1]
         """Requests without a slot, the next one last."""

@@ -30,8 +30,6 @@ class Slots:
     logp_ST: Tensor
     routes_STLK: Tensor | None
     """Experts of every input token; None if routing is not recorded."""
-    order_S: Tensor
-    """The rows of this step, longest first. Attention begins with the longest, so that it does not end with them."""
 
     @property
     def count(self) -> int:
@@ -45,7 +43,6 @@ class Slots:
             token_ST=self.token_ST[:rows],
             logp_ST=self.logp_ST[:rows],
             routes_STLK=None if self.routes_STLK is None else self.routes_STLK[:rows],
-            order_S=self.order_S[:rows],
         )
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -69,5 +66,4 @@ def make_slots(
         token_ST=torch.zeros(count, tokens + 1, dtype=torch.int32, device=device),
         logp_ST=torch.zeros(count, tokens + 1, dtype=torch.float32, device=device),
         routes_STLK=routes,
-        order_S=torch.arange(count, dtype=torch.int32, device=device),
     )
