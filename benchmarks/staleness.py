@@ -25,8 +25,9 @@ from gspo.view.compare.record import run_path
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECTIVES = ("grpo+kl=0", "gspo", "sapo", "vespo", "dppo_tv")
-AGES = {0: (4, 0), 1: (1, 1), 4: (4, 1), 16: (4, 4), 64: (4, 16)}
-"""Age in updates -> (learner.mini_batches, rollout.max_lag)."""
+AGES = {"0": (4, 0), "4": (4, 1), "16": (4, 4), "64": (4, 16), "0 of 1": (1, 0), "1 of 1": (1, 1)}
+"""Age in updates -> (learner.mini_batches, rollout.max_lag). An age of 1 needs steps of one update ("of 1"), which
+train less than steps of four; so these steps have an age of 0 of their own to compare with."""
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--recipe", default=str(ROOT / "recipes" / "demo.toml"))
     parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES))
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 2e-4, 5e-4, 1e-3])
-    parser.add_argument("--ages", type=int, nargs="+", default=list(AGES))
+    parser.add_argument("--ages", nargs="+", choices=list(AGES), default=list(AGES))
     parser.add_argument("--seeds", default="0-2")
     parser.add_argument("--tuning-seeds", default="10", help="seeds on which the learning rates are chosen")
     parser.add_argument("--jobs", type=int, help="concurrent runs")
@@ -59,7 +60,7 @@ def main() -> int:
     return 0
 
 
-def arm(objective: str, rate: float, age: int = 0) -> str:
+def arm(objective: str, rate: float, age: str = "0") -> str:
     """An arm of `gspo compare`."""
     mini_batches, lag = AGES[age]
     settings = {"learner.learning_rate": rate, "learner.mini_batches": mini_batches, "rollout.max_lag": lag}
