@@ -27,6 +27,7 @@ LAYERS = (
         "clock",
         "field_types",
         "http_calls",
+        "loopback",
         "ranks",
         "redact",
         "reduction",
@@ -55,6 +56,7 @@ LAYERS = (
 
 WITHIN = {
     ("safe_output", "redact"),
+    ("loopback", "errors"),
     ("errors", "redact"),
     ("ranks", "clock"),
     ("ranks", "errors"),
