@@ -189,6 +189,34 @@ CASES = [
         "10 of the last 20 steps had no trainable samples",
     ),
     Case(
+        "no gradient",
+        "bad",
+        facts(every_step(grad__norm=0.0, advantage__std=0.0, reward__mean=0.0, reward__correct_fraction=0.0)),
+        facts(every_step(advantage__std=0.0)),
+        "rewards within every group are equal (mean 0, 0 % of the completions correct)",
+    ),
+    Case(
+        "no gradient",
+        "warn",
+        facts(lambda s: metrics(s, grad__norm=float(s % 4 > 0), advantage__std=0.0, reward__correct_fraction=1.0)),
+        facts(lambda s: metrics(s, grad__norm=float(s % 10 > 0), advantage__std=0.0)),
+        "Use harder problems.",
+    ),
+    Case(
+        "no gradient",
+        "bad",
+        facts(every_step(grad__norm=0.0, advantage__std=1.0, clip__fraction_tokens=1.0), learner__old_logp="sampler"),
+        facts(every_step(grad__norm=0.0, samples__trained=0)),  # "no trainable samples" reports it
+        'Set learner.old_logp = "recompute"',
+    ),
+    Case(
+        "no gradient",
+        "bad",
+        facts(every_step(grad__norm=0.0, advantage__std=1.0), steps=1),
+        facts(every_step(grad__norm=1e-9, advantage__std=1.0), steps=1),
+        "leaves out every token",
+    ),
+    Case(
         "uniform groups",
         "warn",
         facts(every_step(groups__uniform_fraction=0.71)),
