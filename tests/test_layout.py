@@ -34,6 +34,7 @@ LAYERS = (
         "safe_files",
         "safe_output",
         "signals",
+        "student_t",
     },
     {"aliases", "config", "hub"},
     {"cluster", "data", "model", "objectives"},
