@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gspo.activity import activity
 from gspo.build import load_reference, saved_model
 from gspo.clock import Clock
 from gspo.cold_start import run_cold_start
@@ -115,7 +116,8 @@ class Loop:
         while (state.pending or not self.is_finished(state)) and not self.stop:
             try:
                 # A run may resume at a step whose evaluation was interrupted.
-                state = self._evaluate_and_record(state) if state.pending else self._step(state)
+                with activity(f"step {state.step + (state.pending is None)}/{self.planned_steps(state)}"):
+                    state = self._evaluate_and_record(state) if state.pending else self._step(state)
             except RollBack as rollback:
                 state = self._roll_back(rollback.record)
                 self._collect_from(state, None)
@@ -316,17 +318,19 @@ class Loop:
     def _evaluation(
         self, prompts: Sequence[Prompt], settings: EvalConfig | EvalSetConfig, stream: str, step: int
     ) -> Evaluation:
-        done = evaluate(
-            self.context.engine,
-            self.context.rewards,
-            prompts,
-            samples=settings.samples,
-            greedy=settings.greedy,
-            sampling=self.config.rollout.sampling,
-            seed=self.config.seed,
-            stream=stream,
-            version=self.context.optimizer.updates,
-        )
+        _, _, name = stream.partition("/")
+        with activity(("evaluation" if step else "first evaluation") + (f" on {name}" if name else "")):
+            done = evaluate(
+                self.context.engine,
+                self.context.rewards,
+                prompts,
+                samples=settings.samples,
+                greedy=settings.greedy,
+                sampling=self.config.rollout.sampling,
+                seed=self.config.seed,
+                stream=stream,
+                version=self.context.optimizer.updates,
+            )
         self.incidents.report_faults(step, self.context.rewards)
         return done
 

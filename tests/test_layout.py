@@ -22,6 +22,7 @@ import gspo
 
 LAYERS = (
     {
+        "activity",
         "errors",
         "types",
         "clock",
