@@ -28,6 +28,7 @@ LAYERS = (
         "clock",
         "field_types",
         "http_calls",
+        "loopback",
         "ranks",
         "redact",
         "reduction",
@@ -56,6 +57,7 @@ LAYERS = (
 
 WITHIN = {
     ("safe_output", "redact"),
+    ("loopback", "errors"),
     ("errors", "redact"),
     ("ranks", "clock"),
     ("ranks", "errors"),
