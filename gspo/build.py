@@ -28,13 +28,13 @@ from gspo.environment.setup import RunEnvironment
 from gspo.errors import ConfigError
 from gspo.learner.batch import needs_old_logprobs
 from gspo.learner.checkpoint import size_of as checkpoint_size
-from gspo.learner.checkpoint import whole_weights
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.context_parallel import check_context_parallel
 from gspo.model.free_memory import free_memory
 from gspo.model.load import Policy, device_of, dtype_name, load_policy, load_tokenizer
 from gspo.model.partial import whole
+from gspo.model.save import whole_weights
 from gspo.model.sharding import shard
 from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
 from gspo.objectives.objective import Objective, change, settings_of

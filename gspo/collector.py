@@ -28,7 +28,7 @@ from gspo.learner.checkpoint import TrainerState
 from gspo.record.ledger import Ledger
 from gspo.rollout.buffer import RolloutBuffer
 from gspo.rollout.gather import CollectResult
-from gspo.rollout.in_flight import Entry, InFlight, Ticket, older_weights
+from gspo.rollout.in_flight import Entry, InFlight, Ticket, older_weights, with_columns
 from gspo.rollout.sampling_process import SamplingProcess
 from gspo.step import collect
 
@@ -249,8 +249,9 @@ class Ahead:
             if entry.batch is None:
                 self._tickets.append(entry.ticket)
             else:
-                self._buffer.put(entry.batch)
-                self._ledger.collected(entry.batch, restored=True)
+                batch = with_columns(entry.batch, self._context.problems.train)
+                self._buffer.put(batch)
+                self._ledger.collected(batch, restored=True)
 
     # ---- the thread
 

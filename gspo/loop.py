@@ -35,6 +35,7 @@ from gspo.learner.result import LearnResult
 from gspo.model.adapter import adapted
 from gspo.model.compiled_layers import compile_seconds
 from gspo.model.load import reload_weights
+from gspo.model.save import save_model
 from gspo.objectives.adaptive_clip import ClipRange, at_limit
 from gspo.objectives.describe import resolved
 from gspo.ranks.usage import RankUsage, exchange_usage
@@ -433,8 +434,7 @@ class Loop:
             return
         if self.config.model.build or self.config.cold_start.steps:
             with self.run_dir.writing("reference"):
-                weights = checkpoint.gather_weights(context.policy, context.ranks)
-                checkpoint.save_model(context.policy, self.run_dir.path / "reference", weights)
+                save_model(context.policy, self.run_dir.path / "reference", context.ranks)
         if context.ranks.several:  # a sharded model cannot be copied
             with context.ranks.together("load_reference"):
                 reference = load_reference(

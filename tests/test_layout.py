@@ -35,6 +35,7 @@ LAYERS = (
         "safe_files",
         "safe_output",
         "signals",
+        "student_t",
     },
     {"aliases", "config", "hub"},
     {"cluster", "data", "model", "objectives"},

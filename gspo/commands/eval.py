@@ -30,7 +30,7 @@ from gspo.types import Prompt
 
 # At run time torch is imported only once a command needs it: `gspo --help` and `gspo watch` start without it.
 if TYPE_CHECKING:
-    from gspo.evaluation import Estimate, Evaluation
+    from gspo.evaluation import Estimate, Evaluation, MeanEstimate
     from gspo.rollout.engine import Engine
     from gspo.rollout.gather import Scorer
 
@@ -314,6 +314,7 @@ def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Es
     )
     for name, estimate in numbers.items():
         print(f"  {name:<8} {estimate}")
+    print(f"  {'reward':<8} {evaluation.reward}")
     if samples > 1:
         print(f"  avg@k uses the first k completions of a problem; pass@k is estimated from all {samples}")
     if evaluation.unscored:
@@ -324,7 +325,8 @@ def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Es
 def _write_numbers(
     path: Path, config: Config, evaluation: Evaluation, numbers: dict[str, Estimate], samples: int
 ) -> None:
-    values = {name: dataclasses.asdict(estimate) for name, estimate in numbers.items()}
+    estimates: dict[str, Estimate | MeanEstimate] = {**numbers, "reward": evaluation.reward}
+    values = {name: dataclasses.asdict(estimate) for name, estimate in estimates.items()}
     record = {
         "model": config.model.path,
         "problems": len(evaluation.groups),

@@ -242,8 +242,13 @@ def _report_accuracy(outcome: Outcome) -> None:
         print(f"  after   {outcome.after}   ({gain:+.1f} points)")
         if outcome.greedy:
             print(f"  greedy  {outcome.greedy[0]:.1%} before, {outcome.greedy[1]:.1%} after")
+    if outcome.reward and not outcome.evaluated_at:
+        print(f"Mean held-out reward: {outcome.reward[0]}")
+    elif outcome.reward:
+        print(f"  reward  {outcome.reward[0]} before, {outcome.reward[1]} after")
     if outcome.best:
-        score = f"{outcome.best.value:.1%}"
+        form = ".3f" if outcome.best_metric == "reward" else ".1%"
+        score = format(outcome.best.value, form) + (" reward" if outcome.best_metric == "reward" else "")
         print(f"Best checkpoint: step {outcome.best.step} with {score}; the best of several scores is biased upward.")
 
 

@@ -134,6 +134,7 @@ class _Recent:
         self.values: dict[str, Any] = {}
         self.first: float | None = None
         """The first held-out accuracy."""
+        self.first_reward: float | None = None
         self._started: float | None = None
         self._first_step = 0
         self._last_step = 0
@@ -143,6 +144,7 @@ class _Recent:
         self.values |= found
         if self.first is None:
             self.first = found.get("eval/accuracy")
+            self.first_reward = found.get("eval/reward")
 
     def update(self, step: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         # After a rollback the pace is measured from there.
@@ -166,10 +168,25 @@ class _Recent:
         return (time.monotonic() - self._started) / (step - self._first_step) * max(0, steps - step)
 
     def _sets(self) -> list[tuple[str, str]]:
-        """The accuracy on each evaluation set, and on each source of a mixture."""
+        """The accuracy and reward on each evaluation set, and on each source of a mixture."""
         names = [k.split("/")[1] for k in self.values if k.startswith("eval/") and k.count("/") == 2]
         found = {name: self.values.get(f"eval/{name}/accuracy") for name in names}
-        return [(name, _share(value)) for name, value in found.items() if value is not None]
+        rewards = {name: self._reward(f"eval/{name}") for name in found}
+        return [
+            cell
+            for name, value in found.items()
+            for cell in ((name, _share(value)), (f"{name} reward", rewards[name]))
+            if cell[1] and value is not None
+        ]
+
+    def _reward(self, family: str) -> str:
+        """The held-out reward with half the width of its interval; empty if it says no more than the accuracy."""
+        reward, accuracy = self.values.get(f"{family}/reward"), self.values.get(f"{family}/accuracy")
+        if reward is None or reward == accuracy:
+            return ""
+        low, high = self.values.get(f"{family}/reward_low"), self.values.get(f"{family}/reward_high")
+        interval = "" if low is None or high is None else f" ±{(high - low) / 2:.3f}"
+        return f"{reward:.3f}{interval}"
 
     def cells(self) -> list[tuple[str, str]]:
         """Title and text of each value."""
@@ -179,6 +196,9 @@ class _Recent:
             held_out = f"{_share(self.first)} → {held_out}"
         if v.get("eval/accuracy_greedy") is not None:
             held_out += f" (greedy {_share(v['eval/accuracy_greedy'])})"
+        held_out_reward = self._reward("eval")
+        if held_out_reward and self.first_reward is not None and self.first_reward != v["eval/reward"]:
+            held_out_reward = f"{self.first_reward:.3f} → {held_out_reward}"
         unscored = [(heading("samples/unscored"), str(v["samples/unscored"]))] if v.get("samples/unscored") else []
         clipped = (heading("clip/fraction_tokens"), _share(v.get("clip/fraction_tokens")))
         if v.get("samples/trained") == 0:
@@ -186,6 +206,7 @@ class _Recent:
         return [
             (heading("reward/mean"), _number(v.get("reward/mean"), ".3f")),
             (heading("eval/accuracy"), held_out),
+            *([(heading("eval/reward"), held_out_reward)] if held_out_reward else []),
             *self._sets(),
             clipped,
             (heading("length/mean"), _number(v.get("length/mean"), ".1f")),
