@@ -225,7 +225,7 @@ def _check_controls(config: Config) -> None:
         return
     if not (config.checkpoint.keep_best or config.eval.patience):
         raise ConfigError("eval.metric: has no effect without checkpoint.keep_best or eval.patience; leave it out")
-    if not config.eval.greedy:
+    if config.eval.metric == "accuracy_greedy" and not config.eval.greedy:
         raise ConfigError(f'eval.metric: "{config.eval.metric}" is measured only with eval.greedy = true; set it')
 
 
