@@ -39,6 +39,9 @@ class StopReason(StrEnum):
     """Its text contains a stop string, which is part of the completion and is trained on."""
     LENGTH = "length"
     """It was truncated at the token limit."""
+    CUT = "cut"
+    """It has not ended: one call sampled as many tokens as it was allowed to, and a later call continues it. No
+    completion that is scored has this reason."""
 
 
 class Status(StrEnum):
@@ -181,6 +184,18 @@ class Routes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive tokens of a completion that the same weights sampled."""
+
+    start: int
+    """Index of its first token in `Completion.token_ids`."""
+    end: int
+    """Index after its last token."""
+    version: int
+    """Number of optimizer steps behind the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """One sampled completion: the tokens after the prompt, and which of them the model sampled."""
 
@@ -225,6 +240,19 @@ class Completion:
     def sampled_count(self) -> int:
         """How many tokens the model sampled: those that are trained on and count toward limits and budgets."""
         return sum(self.sampled) if self.sampled else len(self.token_ids)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Which weights sampled which tokens, in order; they cover all tokens."""
+        spans = self.spans or ((self.version, 0),)
+        ends = [first for _, first in spans[1:]] + [len(self.token_ids)]
+        return tuple(Segment(start=first, end=end, version=v) for (v, first), end in zip(spans, ends, strict=True))
+
+    @property
+    def sampled_versions(self) -> tuple[int, ...]:
+        """The version of the weights that sampled each of `sampled_ids`."""
+        versions = [segment.version for segment in self.segments for _ in range(segment.start, segment.end)]
+        return tuple(compress(versions, self.sampled) if self.sampled else versions)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,22 +22,26 @@ import gspo
 
 LAYERS = (
     {
+        "activity",
         "errors",
         "types",
         "clock",
         "field_types",
         "http_calls",
+        "loopback",
         "ranks",
         "redact",
         "reduction",
         "safe_files",
         "safe_output",
         "signals",
+        "student_t",
     },
     {"aliases", "config", "hub"},
     {"cluster", "data", "model", "objectives"},
     {"reward", "rollout"},
     {"environment"},
+    {"serving"},
     {"learner"},
     {"context"},
     {"build", "step", "trust", "evaluation"},
@@ -55,6 +59,7 @@ LAYERS = (
 
 WITHIN = {
     ("safe_output", "redact"),
+    ("loopback", "errors"),
     ("errors", "redact"),
     ("ranks", "clock"),
     ("ranks", "errors"),

@@ -452,7 +452,7 @@ class EvalConfig:
     """Sampled completions per held-out problem."""
     greedy: bool = True
     """Also measure accuracy with greedy decoding."""
-    metric: Literal["accuracy", "accuracy_greedy"] = "accuracy"
+    metric: Literal["accuracy", "accuracy_greedy", "reward"] = "accuracy"
     """Held-out metric that decides which checkpoint is the best (`checkpoint.keep_best`) and when to stop early
     (`eval.patience`)."""
     patience: Annotated[NonNegative, OnlyWith("eval.every")] = 0

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gspo.activity import activity
 from gspo.config import EnvironmentConfig
 from gspo.environment.conversation import Transcript
 from gspo.environment.host import Answer, EnvironmentHost
@@ -99,7 +100,13 @@ class ConversationEngine:
             options = {"seed": seed, "stream": stream, "version": version, "routes": routes}
             return self._sample_turns(ready, samples, sampling, options)
 
-        self._converse(transcripts, f"{seed}/{stream}", sample_turns)
+        with activity("conversations", total=len(transcripts)) as doing:
+
+            def sample_counted(ready: Sequence[Transcript]) -> list[Completion]:
+                doing.done = sum(t.end is not None for t in transcripts)
+                return sample_turns(ready)
+
+            self._converse(transcripts, f"{seed}/{stream}", sample_counted)
         texts = self._texts([t.token_ids for t in transcripts])
         done = [t.completion(text) for t, text in zip(transcripts, texts, strict=True)]
         return [done[i : i + samples] for i in range(0, len(done), samples)] if samples else [[] for _ in prompts]

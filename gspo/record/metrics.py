@@ -30,6 +30,7 @@ from gspo.objectives.ratio import MAX_LOG_RATIO
 from gspo.objectives.rounding import root_mean_square, rounding_noise
 from gspo.objectives.samples import drop_reason
 from gspo.objectives.sequences import Sequences
+from gspo.record.columns import answer_and_columns
 from gspo.redact import known_secrets, redacted
 from gspo.reduction import Family, Gather, Max, Mean, Reduced, Same, Sum, std
 from gspo.rollout.gather import CollectResult
@@ -406,8 +407,11 @@ def rollout_records(
 
     With `routes`, a record also holds the sampler's experts, which routing replay trained with."""
     by_sequence = _by_sequence(learned) if learned else []
+    current, row = None, {}
     for group, c, s, index, reason in _completions(objective, collected, learned):
-        record = _completion_record(group, c, s) | (_sampler_experts(c) if routes else {})
+        if group is not current:
+            current, row = group, answer_and_columns(group.prompt)
+        record = _completion_record(group, c, s) | row | (_sampler_experts(c) if routes else {})
         if index is None or learned is None:
             yield record | {"trained": False, "drop_reason": reason}
         else:

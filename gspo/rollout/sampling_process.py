@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gspo.activity import activity
 from gspo.errors import DiskError, EngineError, WeightSyncError
 from gspo.ranks.codec import convert, encode
 from gspo.rollout.engine import DecodeStats
@@ -183,9 +184,10 @@ class SamplingProcess:
             self._send({"command": "load", "name": name, "path": str(self._file(name))})
             self._loaded = name
         plain = [prompt.without_columns() for prompt in prompts]
-        self._send({"command": "generate", "prompts": plain, "options": dict(options)})
-        while "weights" not in (answer := self._answer()):
-            pass  # the answers to `build` and `load`
+        with activity(f"sampling {len(prompts) * options['samples']:,} completions in the sampling process"):
+            self._send({"command": "generate", "prompts": plain, "options": dict(options)})
+            while "weights" not in (answer := self._answer()):
+                pass  # the answers to `build` and `load`
         sampled: Sampled = convert(Sampled, answer)
         if sampled.weights != name:
             raise WeightSyncError(

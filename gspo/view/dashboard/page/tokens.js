@@ -254,6 +254,20 @@ function factTable(completion) {
   ));
 }
 
+// The expected answer and the other columns of the row; null if none is recorded.
+function rowCard(completion) {
+  const { answer, columns } = completion;
+  const text = (value) => node("span", { class: "text", dir: "auto" }, value);
+  const others = Object.entries(columns || {}).map(([name, value]) => tableRow(name, text(value)));
+  if (!known(answer) && !others.length) return null;
+  const title = `${others.length} ${known(answer) ? "other " : ""}column${others.length === 1 ? "" : "s"} of the row`;
+  return node("section", { class: "card" },
+    known(answer) ? node("h2", {}, "Expected answer") : null,
+    known(answer) ? node("p", { class: "text", dir: "auto" }, answer) : null,
+    others.length ? node("details", { class: "columns" }, node("summary", {}, title),
+      node("table", {}, node("tbody", {}, ...others))) : null);
+}
+
 function completionView(completion) {
   const view = new TokenView(completion);
   const prompt = node("p", { class: "text", dir: "auto" }, completion.prompt || "");
@@ -264,6 +278,7 @@ function completionView(completion) {
   return node("div", { class: "sides" },
     node("div", {},
       card(node("h2", {}, "Prompt"), prompt),
+      rowCard(completion),
       card(controls, view.text, completion.omitted_tokens ? node("p", { class: "soft" }, more) : null)),
     node("aside", {},
       card(node("h2", {}, "Token"), view.inspector),
