@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from gspo.activity import activity
 from gspo.clock import Clock
 from gspo.context import RunContext
 from gspo.errors import EngineError, LagError
@@ -28,7 +29,7 @@ from gspo.learner.checkpoint import TrainerState
 from gspo.record.ledger import Ledger
 from gspo.rollout.buffer import RolloutBuffer
 from gspo.rollout.gather import CollectResult
-from gspo.rollout.in_flight import Entry, InFlight, Ticket, older_weights
+from gspo.rollout.in_flight import Entry, InFlight, Ticket, older_weights, with_columns
 from gspo.rollout.sampling_process import SamplingProcess
 from gspo.step import collect
 
@@ -166,7 +167,7 @@ class Ahead:
 
     def collect(self, clock: Clock) -> None:
         # The thread is the owner of this wait. Each of its own waits has a deadline.
-        with clock.measure("wait"), self._changed:
+        with clock.measure("wait"), activity("waiting for a batch"), self._changed:
             while not len(self._buffer) and self._error is None:
                 self._changed.wait(timeout=1.0)
                 if not self._thread.is_alive() and self._error is None and not len(self._buffer):
@@ -255,8 +256,9 @@ class Ahead:
             if entry.batch is None:
                 self._tickets.append(entry.ticket)
             else:
-                self._buffer.put(entry.batch)
-                self._ledger.collected(entry.batch, restored=True)
+                batch = with_columns(entry.batch, self._context.problems.train)
+                self._buffer.put(batch)
+                self._ledger.collected(batch, restored=True)
 
     # ---- the thread
 
@@ -288,7 +290,8 @@ class Ahead:
         times = SamplingTime(clock=clock, start=self._seconds)
         self._ledger.issued(batch, ticket)
         context = replace(self._context, engine=self._sampler.after_step(ticket.weights))
-        result = collect(context, start, clock=clock, version=ticket.version)
+        with activity(f"batch {batch}"):
+            result = collect(context, start, clock=clock, version=ticket.version)
         times.end = self._seconds
         times.version = self._context.optimizer.updates
         with self._changed:

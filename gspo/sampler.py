@@ -62,7 +62,7 @@ class Sampler:
         from safetensors.torch import load_file
 
         from gspo.errors import WeightSyncError
-        from gspo.learner.checkpoint import whole_weights
+        from gspo.model.save import whole_weights
         from gspo.ranks.group import ONE
 
         tensors, own = load_file(path), dict(whole_weights(self.policy, ONE))

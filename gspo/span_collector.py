@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from gspo.activity import activity
 from gspo.clock import Clock
 from gspo.collector import Ahead, SamplingTime
 from gspo.context import RunContext
@@ -123,7 +124,8 @@ class InTurns(Ahead):
             )
         ]
         before = engine.decoded
-        with clock.measure("rollout"):
+        steps = f"{turn.batches[0][0].step} to {turn.batches[-1][0].step}"
+        with clock.measure("rollout"), activity(f"a turn of the batches of steps {steps}"):
             groups = iter(
                 engine.extend(
                     requests, sampling=config.rollout.sampling, seed=config.seed, version=turn.version, routes=True

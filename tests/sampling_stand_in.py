@@ -48,7 +48,7 @@ class StandIn(SamplingProcess):
             self._folder = Path(tempfile.mkdtemp(prefix="gspo-test-weights-"))
             self._sampler.build(**{key: value for key, value in self._start.items() if key != "command"})
 
-    def _sample(self, name: str, command: Mapping[str, Any]) -> list[list[Completion]]:
+    def _sample(self, name: str, command: Mapping[str, Any], count: int) -> list[list[Completion]]:
         sampler = self._sampler
         if sampler is None:
             raise EngineError("the sampling process was closed")

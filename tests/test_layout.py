@@ -22,6 +22,7 @@ import gspo
 
 LAYERS = (
     {
+        "activity",
         "errors",
         "types",
         "clock",
@@ -34,11 +35,13 @@ LAYERS = (
         "safe_files",
         "safe_output",
         "signals",
+        "student_t",
     },
     {"aliases", "config", "hub"},
     {"cluster", "data", "model", "objectives"},
     {"reward", "rollout"},
     {"environment"},
+    {"serving"},
     {"learner"},
     {"context"},
     {"build", "step", "trust", "evaluation"},

@@ -33,6 +33,15 @@ def check(config: Config) -> None:
     _check_controls(config)
 
 
+def check_without_problems(config: Config) -> None:
+    """The same for settings under which a model only samples, so that they name no problems and no rewards."""
+    _check_secrets(config)
+    _check_ranges(config)
+    _check_effects(config)
+    _check_sampling(config)
+    _check_model(config)
+
+
 def _check_data(config: Config) -> None:
     data = config.data
     for key, section in problem_sections(config):
@@ -239,7 +248,7 @@ def _check_controls(config: Config) -> None:
         return
     if not (config.checkpoint.keep_best or config.eval.patience):
         raise ConfigError("eval.metric: has no effect without checkpoint.keep_best or eval.patience; leave it out")
-    if not config.eval.greedy:
+    if config.eval.metric == "accuracy_greedy" and not config.eval.greedy:
         raise ConfigError(f'eval.metric: "{config.eval.metric}" is measured only with eval.greedy = true; set it')
 
 

@@ -30,6 +30,7 @@ from gspo.objectives.ratio import MAX_LOG_RATIO
 from gspo.objectives.rounding import root_mean_square, rounding_noise
 from gspo.objectives.samples import drop_reason
 from gspo.objectives.sequences import Sequences
+from gspo.record.columns import answer_and_columns
 from gspo.redact import known_secrets, redacted
 from gspo.reduction import Family, Gather, Max, Mean, Reduced, Same, Sum, std
 from gspo.rollout.gather import CollectResult
@@ -163,6 +164,7 @@ def _conversations(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, Reduc
     given = sum(len(c.token_ids) - c.sampled_count for c, _ in pairs)
     return {
         "conversation/turns": Mean.of([len(conversation.turns) for conversation in found]),
+        "conversation/branches": Mean.of([len(c.branches) or 1 for c, _ in pairs if c.conversation is not None]),
         "conversation/call_fraction": Mean.of([any(t.calls for t in c.turns) for c in found]),
         "conversation/failed_call_fraction": Mean(sum(turn.failed_calls for turn in turns), calls),
         "conversation/observation_tokens": Mean(given, len(found)),
@@ -418,8 +420,11 @@ def rollout_records(
 
     With `routes`, a record also holds the sampler's experts, which routing replay trained with."""
     by_sequence = _by_sequence(learned) if learned else []
+    current, row = None, {}
     for group, c, s, index, reason in _completions(objective, collected, learned):
-        record = _completion_record(group, c, s) | (_sampler_experts(c) if routes else {})
+        if group is not current:
+            current, row = group, answer_and_columns(group.prompt)
+        record = _completion_record(group, c, s) | row | (_sampler_experts(c) if routes else {})
         if index is None or learned is None:
             yield record | {"trained": False, "drop_reason": reason}
         else:
@@ -464,7 +469,8 @@ def _conversation_record(completion: Completion) -> dict[str, Any]:
         {"start": t.start, "end": t.end, "reward": t.reward, "calls": t.calls, "failed_calls": t.failed_calls}
         for t in conversation.turns
     ]
-    return {"turns": turns, "end": conversation.end}
+    branches = [(b.start, b.parent, b.shared) for b in completion.branches]
+    return {"turns": turns, "end": conversation.end, **({"branches": branches} if branches else {})}
 
 
 def _sampler_experts(completion: Completion) -> dict[str, Any]:

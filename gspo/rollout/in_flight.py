@@ -27,7 +27,7 @@ from gspo.data.difficulty import Difficulty
 from gspo.errors import CheckpointError
 from gspo.ranks.codec import convert, encode
 from gspo.rollout.gather import CollectResult, RolloutBatch
-from gspo.types import Completion, without_columns
+from gspo.types import Completion, Group, Prompt, without_columns
 
 FILE = "in_flight.json"
 ROUNDING = 1e-3
@@ -120,6 +120,19 @@ def read(folder: Path, step: int) -> InFlight | None:
     if any(not e.ticket.weights <= e.needed.start < e.needed.stop for e in entries if e.batch is None):
         raise CheckpointError(f"{folder / FILE}: names turns that no batch has; no run writes such a file")
     return InFlight(entries=entries, older=older)
+
+
+def with_columns(batch: CollectResult, prompts: Sequence[Prompt]) -> CollectResult:
+    """A restored batch with the columns of its prompts, which a checkpoint does not keep."""
+    rows = {prompt.id: prompt.columns for prompt in prompts}
+
+    def complete(group: Group) -> Group:
+        # The second occurrence of a prompt in a batch is PROMPT#2.
+        id_ = group.prompt.id if group.prompt.id in rows else group.prompt.id.rpartition("#")[0]
+        return replace(group, prompt=replace(group.prompt, columns=rows.get(id_, {})))
+
+    groups, discarded = (tuple(map(complete, g)) for g in (batch.rollouts.groups, batch.rollouts.discarded))
+    return replace(batch, rollouts=RolloutBatch(groups=groups, discarded=discarded))
 
 
 def _weights_file(folder: Path, step: int) -> Path:

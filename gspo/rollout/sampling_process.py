@@ -28,10 +28,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gspo.activity import activity
 from gspo.errors import DiskError, EngineError, WeightSyncError
 from gspo.ranks.codec import convert, encode
 from gspo.rollout.engine import DecodeStats, Extension
-from gspo.types import Completion, Prompt, Sampling
+from gspo.types import Completion, Prompt, Sampling, StopReason
 
 LAST_LINES = 5
 """Lines of the log that an error quotes."""
@@ -167,24 +168,25 @@ class SamplingProcess:
             self.start()
             self._write(_CURRENT, self._weights())
             self._loaded = ""
-            return self._sample(_CURRENT, _generate(prompts, options))
+            return self._sample(_CURRENT, _generate(prompts, options), samples * len(prompts))
 
     def after_step(self, step: int) -> WeightsEngine:
         """An engine that samples from the weights after `step`, which must have been published."""
         return WeightsEngine(self, str(step))
 
-    def sample_from(self, name: str, command: Mapping[str, Any]) -> list[list[Completion]]:
-        """Sample from the weights of this name."""
+    def sample_from(self, name: str, command: Mapping[str, Any], count: int) -> list[list[Completion]]:
+        """Sample `count` completions, or a part of them, from the weights of this name."""
         with self._busy:
-            return self._sample(name, command)
+            return self._sample(name, command, count)
 
-    def _sample(self, name: str, command: Mapping[str, Any]) -> list[list[Completion]]:
+    def _sample(self, name: str, command: Mapping[str, Any], count: int) -> list[list[Completion]]:
         if self._loaded != name:
             self._send({"command": "load", "name": name, "path": str(self._file(name))})
             self._loaded = name
-        self._send(command)
-        while "weights" not in (answer := self._answer()):
-            pass  # the answers to `build` and `load`
+        with activity(f"sampling {count:,} completions in the sampling process"):
+            self._send(command)
+            while "weights" not in (answer := self._answer()):
+                pass  # the answers to `build` and `load`
         sampled: Sampled = convert(Sampled, answer)
         if sampled.weights != name:
             raise WeightSyncError(
@@ -318,7 +320,7 @@ class WeightsEngine:
         routes: bool = False,
     ) -> list[list[Completion]]:
         options = _options(samples, sampling, seed, stream, version, routes)
-        return self._process.sample_from(self._name, _generate(prompts, options))
+        return self._process.sample_from(self._name, _generate(prompts, options), samples * len(prompts))
 
     def extend(
         self,
@@ -331,7 +333,9 @@ class WeightsEngine:
     ) -> list[list[Completion]]:
         plain = [replace(extension, prompt=extension.prompt.without_columns()) for extension in extensions]
         options = {"sampling": sampling, "seed": seed, "version": version, "routes": routes}
-        return self._process.sample_from(self._name, {"command": "extend", "extensions": plain, "options": options})
+        cut = sum(c.stop is StopReason.CUT for extension in extensions for c in extension.completions)
+        command = {"command": "extend", "extensions": plain, "options": options}
+        return self._process.sample_from(self._name, command, cut)
 
     def sync(self, version: int) -> None:
         """Nothing to do: every call names its weights."""
