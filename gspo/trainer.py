@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo import trust
+from gspo.activity import activity
 from gspo.build import build_run, run_objective, with_dtype
 from gspo.config import (
     Config,
@@ -270,7 +271,7 @@ def _run(
 def _picture(run: RunDir, display: Display) -> Path | None:
     """Plot the curves. A run that has no room for the image has still finished."""
     try:
-        with run.writing("curves.png"):
+        with run.writing("curves.png"), activity("drawing the curves"):
             return draw_curves(run.path)
     except DiskError as error:
         display.message(f"warning: {error}")

@@ -23,6 +23,7 @@ from gspo.config import Config
 from gspo.data.sources import check_file
 from gspo.errors import ConfigError, GspoError
 from gspo.record import run_format
+from gspo.record.progress import life_signs
 from gspo.record.run_dir import replace_text, writing
 from gspo.redact import known_secrets, redacted
 from gspo.types import Prompt
@@ -140,7 +141,7 @@ def evaluate_model(
         known = ", ".join(config.eval.sets) or "none"
         raise ConfigError(f"--set: the settings have no eval.sets.{set_name}; there are: {known}")
     _check_trust(model, config, recipe, trust_run)
-    with ExitStack() as stack:
+    with life_signs(), ExitStack() as stack:
         prompts, engine, rewards = _eval_components(config, stack, _Wanted(data is None, set_name, limit))
         sampling = config.rollout.sampling
         # The random streams of the evaluations during a run.

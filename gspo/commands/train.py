@@ -8,10 +8,12 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo import config
+from gspo.activity import activity
 from gspo.cluster.connect import membership
 from gspo.commands.arguments import add_run_options, add_trust_run, given_settings, settings_help
 from gspo.commands.command import Command, quiet_libraries
@@ -146,29 +148,36 @@ def train_recipe(recipe: str, options: argparse.Namespace, overrides: list[str])
     """Start a run and report how it ended."""
     # Before torch is imported, which takes seconds, so that a mistake in a setting is reported immediately.
     settings = config.load(recipe, given_settings(options) + overrides)
-    quiet_libraries()
-    from gspo.ranks.start import join_ranks
     from gspo.record.progress import make_display
-    from gspo.trainer import check_recipe, train
 
-    check_recipe(settings)  # before it waits for the other ranks
-    with join_ranks(settings.ranks.timeout_s) as ranks:
-        return _report(train(settings, make_display(), ranks))
+    with closing(make_display()) as display:
+        with activity("importing torch and transformers"):
+            quiet_libraries()
+            from gspo.ranks.start import join_ranks
+            from gspo.trainer import check_recipe, train
+
+        check_recipe(settings)  # before it waits for the other ranks
+        with join_ranks(settings.ranks.timeout_s) as ranks:
+            outcome = train(settings, display, ranks)
+    return _report(outcome)
 
 
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
-    quiet_libraries()
-    from gspo.ranks.start import join_ranks
     from gspo.record.progress import make_display
-    from gspo.trainer import resume
 
-    timeout = RanksConfig().timeout_s
-    if world_size() > 1:  # the ranks need it before the leader opens the run
-        timeout = _settings_of(options.resume, [o for o in overrides if o.startswith("--ranks.")]).ranks.timeout_s
-    with join_ranks(timeout) as ranks:
-        display = make_display()
-        given = {"steps": options.steps, "overrides": overrides, "trust_run": options.trust_run}
-        return _report(resume(options.resume, display, **given, ranks=ranks))
+    with closing(make_display()) as display:
+        with activity("importing torch and transformers"):
+            quiet_libraries()
+            from gspo.ranks.start import join_ranks
+            from gspo.trainer import resume
+
+        timeout = RanksConfig().timeout_s
+        if world_size() > 1:  # the ranks need it before the leader opens the run
+            timeout = _settings_of(options.resume, [o for o in overrides if o.startswith("--ranks.")]).ranks.timeout_s
+        with join_ranks(timeout) as ranks:
+            given = {"steps": options.steps, "overrides": overrides, "trust_run": options.trust_run}
+            outcome = resume(options.resume, display, **given, ranks=ranks)
+    return _report(outcome)
 
 
 def _settings_of(run: str, overrides: Sequence[str]) -> Config:
