@@ -41,6 +41,7 @@ LAYERS = (
     {"cluster", "data", "model", "objectives"},
     {"reward", "rollout"},
     {"environment"},
+    {"serving"},
     {"learner"},
     {"context"},
     {"build", "step", "trust", "evaluation"},

@@ -33,6 +33,15 @@ def check(config: Config) -> None:
     _check_controls(config)
 
 
+def check_without_problems(config: Config) -> None:
+    """The same for settings under which a model only samples, so that they name no problems and no rewards."""
+    _check_secrets(config)
+    _check_ranges(config)
+    _check_effects(config)
+    _check_sampling(config)
+    _check_model(config)
+
+
 def _check_data(config: Config) -> None:
     data = config.data
     for key, section in problem_sections(config):

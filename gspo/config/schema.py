@@ -303,10 +303,11 @@ class EnvironmentConfig:
     tool_format: Annotated[Literal["auto", "hermes", "llama", "gpt_oss", "call"], OnlyWith("environment.name")] = "auto"
     """How the model writes tool calls: `hermes` (`<tool_call>` with JSON: Qwen, Hermes), `llama` (a JSON object),
     `gpt_oss` (harmony channels) or `call` (`name(text)`, for tiny models). `auto` takes it from the chat template."""
-    rewritten_history: Annotated[Literal["refuse", "verbatim"], OnlyWith("environment.name")] = "refuse"
-    """What to do if the chat template would change what the model wrote in earlier turns, for example drop its
-    thinking. `refuse` stops the run before training. `verbatim` continues each conversation with the sampled tokens
-    as they are; a server that applies the template would show the model something else."""
+    rewritten_history: Annotated[Literal["branch", "verbatim", "refuse"], OnlyWith("environment.name")] = "branch"
+    """What to do if the chat template changes what was written in earlier turns, for example drops the model's
+    thinking. `branch` continues with what the template writes, as a server does, and trains on each turn in the context
+    that it was sampled in. `verbatim` continues with the sampled tokens as they are, which a server would not do.
+    `refuse` stops the run before training."""
     processes: Annotated[int, Range(low=1), OnlyWith("environment.name")] = 8
     """Maximum number of calls of the environment that are answered at the same time. Every conversation has a process
     of its own."""

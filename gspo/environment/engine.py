@@ -48,6 +48,7 @@ class ConversationEngine:
         config: EnvironmentConfig,
         tool_format: str,
         openings: Openings,
+        instruct: Callable[[Prompt, str | Messages], str | Messages],
         positions: int | None,
     ) -> None:
         self._engine = engine
@@ -56,6 +57,7 @@ class ConversationEngine:
         self._config = config
         self._format = tool_format
         self._openings = openings
+        self._instruct = instruct
         self._positions = positions
         self._texts = EngineContext(model=None, tokenizer=template.tokenizer, stop_ids=()).texts
 
@@ -206,9 +208,22 @@ class ConversationEngine:
         elif transcript.seconds > self._config.max_seconds:
             transcript.end = ConversationEnd.TIME
         else:
-            call = result["calls"][0] if result["calls"] else ""
-            ids = self._template.token_ids(result["messages"], ended=transcript.ended, call=call)
-            transcript.observe(ids)
+            self._continue(transcript, result["messages"], call=result["calls"][0] if result["calls"] else "")
+
+    def _continue(self, transcript: Transcript, messages: Messages, *, call: str) -> None:
+        """Add an observation, and if the template then writes earlier turns otherwise, continue with what it writes."""
+        messages = self._template.harmless(messages)
+        end, after = self._template.written(messages, call=call)
+        if transcript.ended:
+            transcript.end_turn(end)
+        else:
+            after = end + after
+        transcript.messages += messages
+        rewritten = self._template.rewritten(transcript.messages, transcript.text, after)
+        if rewritten is None:
+            transcript.observe(after, self._template.tokenize)
+        else:
+            transcript.rewrite(rewritten, self._template.tokenize)
 
     # ---- one round of sampling
 
@@ -252,6 +267,9 @@ class ConversationEngine:
             transcript.fail(
                 "invalid: environment: reset began the same row differently than before; take randomness from self.rng"
             )
+            return
+        begun = self._instruct(transcript.prompt, content)
+        transcript.messages = [{"role": "user", "content": begun}] if isinstance(begun, str) else list(begun)
 
 
 def fingerprint(value: Any) -> str:

@@ -53,7 +53,7 @@ class RunEnvironment:
             for prompt, content in zip(chunk, contents, strict=True):
                 self._openings[fingerprint(row_of(prompt))] = fingerprint(content)
                 try:
-                    seen.append(with_instructions(content, self._section(prompt)))
+                    seen.append(self._instructed(prompt, content))
                 except DataError as error:
                     raise DataError(f"problem {prompt.id}: {error}") from None
             rendered = render_all(seen, tokenizer, chat=self._config.data.chat, tools=self.host.tools)
@@ -79,6 +79,7 @@ class RunEnvironment:
             self.host.tools,
             chat=self._config.data.chat,
             rewritten=settings.rewritten_history,
+            turns=settings.max_turns,
         )
         return ConversationEngine(
             engine,
@@ -87,12 +88,17 @@ class RunEnvironment:
             config=settings,
             tool_format=tool_format(settings, policy.tokenizer, self.host.tools),
             openings=self._openings,
+            instruct=self._instructed,
             positions=policy.position_limit,
         )
 
     def close(self) -> None:
         """End the process."""
         self.host.close()
+
+    def _instructed(self, prompt: Prompt, content: str | Messages) -> str | Messages:
+        """What a row begins with, as the model sees it."""
+        return with_instructions(content, self._section(prompt))
 
     def _section(self, prompt: Prompt) -> Any:
         return self._config.problem_sections.get(prompt.source, self._config.data)

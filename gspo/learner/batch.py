@@ -167,6 +167,7 @@ def token_sequence(prompt: Prompt, completion: Completion, policy: Policy, min_t
         prompt_ids=prompt.token_ids,
         completion_ids=completion.token_ids,
         sampled=completion.sampled,
+        branches=completion.branches,
         excluded_ids=policy.stop_ids,
         excluded_for=min_tokens,
     )

@@ -576,6 +576,14 @@ METRICS = (
         reduction=Reduction.COMPLETION_MEAN,
     ),
     Metric(
+        "conversation/branches",
+        "Mean number of branches of a conversation: more than 1 if the chat template rewrites earlier turns. All "
+        "branches are one sequence.",
+        present="`environment.name`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
         "conversation/call_fraction",
         "Share of conversations in which the model called a tool.",
         present="`environment.name`",
@@ -591,8 +599,8 @@ METRICS = (
     ),
     Metric(
         "conversation/observation_tokens",
-        "Mean number of tokens of a conversation that the model was given: observations, and what the chat template "
-        "writes around them. They are not trained on.",
+        "Mean number of tokens of a conversation that the model was given: observations, what the chat template writes "
+        "around them, and earlier turns that it has rewritten. They are not trained on.",
         present="`environment.name`",
         unit="number",
         reduction=Reduction.COMPLETION_MEAN,

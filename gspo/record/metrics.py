@@ -151,6 +151,7 @@ def _conversations(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, Reduc
     given = sum(len(c.token_ids) - c.sampled_count for c, _ in pairs)
     return {
         "conversation/turns": Mean.of([len(conversation.turns) for conversation in found]),
+        "conversation/branches": Mean.of([len(c.branches) or 1 for c, _ in pairs if c.conversation is not None]),
         "conversation/call_fraction": Mean.of([any(t.calls for t in c.turns) for c in found]),
         "conversation/failed_call_fraction": Mean(sum(turn.failed_calls for turn in turns), calls),
         "conversation/observation_tokens": Mean(given, len(found)),
@@ -455,7 +456,8 @@ def _conversation_record(completion: Completion) -> dict[str, Any]:
         {"start": t.start, "end": t.end, "reward": t.reward, "calls": t.calls, "failed_calls": t.failed_calls}
         for t in conversation.turns
     ]
-    return {"turns": turns, "end": conversation.end}
+    branches = [(b.start, b.parent, b.shared) for b in completion.branches]
+    return {"turns": turns, "end": conversation.end, **({"branches": branches} if branches else {})}
 
 
 def _sampler_experts(completion: Completion) -> dict[str, Any]:
