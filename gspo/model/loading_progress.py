@@ -6,7 +6,7 @@ loading writes nothing to the terminal, with or without the command line's setti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ class _Bar:
         self._items = iterable
 
     def __iter__(self) -> Iterator[Any]:
-        total = len(self._items) if hasattr(self._items, "__len__") else 0
+        total = len(self._items) if isinstance(self._items, Sized) else 0
         return counted(self._items, "weights", total=total, unit="")
 
     def __enter__(self) -> _Bar:
