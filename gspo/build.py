@@ -298,6 +298,7 @@ def build_run(
     _check_positions(learner.policy, problems, config.rollout.max_tokens)
     check_routes(config, engine)
     _check_old_logp(config, objective, learner.policy)
+    _check_spans(config, objective)
     conversations = environment.engine(engine, learner.policy) if environment else None
     return RunContext(
         **vars(learner),
@@ -448,6 +449,23 @@ def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> Non
         raise ConfigError(
             'routing.balance_loss: it counts the experts of the forward pass that learner.old_logp = "sampler" skips; '
             'set balance_loss = 0, or old_logp = "recompute"'
+        )
+
+
+def _check_spans(config: Config, objective: Objective) -> None:
+    """Completions that are cut need an engine that continues them, and batches whose prompts are known."""
+    if not config.rollout.span_tokens:
+        return
+    if not engine_traits(config.rollout.engine).extends:
+        able = ", ".join(name for name in engine_names() if engine_traits(name).extends)
+        raise ConfigError(
+            f"rollout.span_tokens: engine {config.rollout.engine!r} does not continue completions; use {able}, or set "
+            "it to 0"
+        )
+    if objective.keep == "mixed" and config.rollout.refill_budget != 1:
+        raise ConfigError(
+            "rollout.refill_budget: with rollout.span_tokens a batch is not refilled, because the next ones have begun "
+            "by then; set it to 1 (the step trains on the groups that are left), or span_tokens = 0"
         )
 
 

@@ -63,6 +63,7 @@ from gspo.rollback import RollBack, carry_out, record_rollback, rollback_or
 from gspo.rollout.gather import CollectResult
 from gspo.saving import Saver
 from gspo.signals import Interrupted, StopRequest
+from gspo.span_collector import InTurns
 from gspo.step import learn
 from gspo.types import Prompt, without_columns
 
@@ -138,7 +139,8 @@ class Loop:
         # After a rollback, the batches of the checkpoint belong to the steps that were abandoned.
         if begin is not None and checkpoint.read_state(begin).rollbacks != state.rollbacks:
             kept = None
-        self.collector = Ahead(self.context, sampler, Ledger(self.run_dir), state, kept)
+        kind = InTurns if self.config.rollout.span_tokens else Ahead
+        self.collector = kind(self.context, sampler, Ledger(self.run_dir), state, kept)
         self.saver.in_flight = self.collector.in_flight
 
     def is_finished(self, state: TrainerState) -> bool:
@@ -191,7 +193,8 @@ class Loop:
         # One entry, because `learn` returns what all ranks have computed, and the leader has all completions.
         found = step_metrics(context.objective, collected, learned, self.config.rollout.sampling)
         if collected.weights is not None:
-            found |= lag_metrics(collected, learned, step=state.step, updates=state.updates)
+            spans = bool(self.config.rollout.span_tokens)
+            found |= lag_metrics(collected, learned, step=state.step, updates=state.updates, spans=spans)
         metrics = combined([found])
         tokens = state.tokens + collected.tokens
         # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted or

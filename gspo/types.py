@@ -249,10 +249,10 @@ class Completion:
         return tuple(Segment(start=first, end=end, version=v) for (v, first), end in zip(spans, ends, strict=True))
 
     @property
-    def sampled_versions(self) -> tuple[int, ...]:
-        """The version of the weights that sampled each of `sampled_ids`."""
-        versions = [segment.version for segment in self.segments for _ in range(segment.start, segment.end)]
-        return tuple(compress(versions, self.sampled) if self.sampled else versions)
+    def sampled_by_version(self) -> tuple[tuple[int, int], ...]:
+        """How many of `sampled_ids` each version of the weights has sampled, in order: (version, number)."""
+        parts = [(s.version, self.sampled[s.start : s.end], s.end - s.start) for s in self.segments]
+        return tuple((version, sum(own) if self.sampled else length) for version, own, length in parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ LAYERS = (
     {"build", "step", "trust", "evaluation"},
     {"record"},
     {"cold_start", "collector", "resume_checks", "rollback", "saving"},
-    {"contamination"},
+    {"contamination", "span_collector"},
     {"loop", "follower", "sampler"},
     {"trainer"},
     {"view", "preflight"},

@@ -266,6 +266,11 @@ class RolloutConfig:
     and trains in turns. With `k`, sampling runs in a process of its own at the same time as training: the batch of step
     t is always sampled from the weights after step t - 1 - k, or from the first ones, whatever takes longer
     (docs/asynchronous.md)."""
+    span_tokens: Annotated[NonNegative, OnlyWith("rollout.max_lag")] = 0
+    """With `max_lag` of at least 2: sample a batch in turns, each with the weights of the next step. A completion gets
+    at most this many tokens in each turn but the last, and is continued by the newer weights. So long completions share
+    their turns with the next batches, and their later tokens are younger. The length of a turn is counted in tokens,
+    so results do not depend on timing (docs/asynchronous.md). `0` samples every batch from a single version."""
     sampler_device: Annotated[str, OnlyWith("rollout.max_lag")] = ""
     """Device of the sampling process, for example `cuda:1`. If empty, the learner's device (`model.device`), which then
     holds two copies of the weights."""
@@ -320,6 +325,10 @@ class EnvironmentConfig:
     """How long the others wait for a call of the environment, in seconds. Conversations whose calls take longer join a
     later round of sampling, so a slow tool does not stall the others. Which round a conversation is in changes nothing
     but rounding."""
+    variables: Annotated[tuple[str, ...], OnlyWith("environment.name")] = ()
+    """Names of environment variables that the environment needs, such as the API key of a search engine. Besides them,
+    its process gets only those that programs need to run (`PATH`, `HOME`, `PYTHONPATH`, ...), and no keys of the
+    trainer."""
     memory_mb: Annotated[int, Range(low=0), OnlyWith("environment.name")] = 1024
     """Memory limit of a conversation's process, in MB, in addition to what loading the environment took. `0` disables
     it."""

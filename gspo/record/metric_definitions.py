@@ -1179,9 +1179,33 @@ METRICS = (
         label="updates",
     ),
     Metric(
+        "lag/token_updates",
+        "Age of a sampled token in optimizer updates. Less than `lag/updates`, because newer weights have continued "
+        "completions. Mean over tokens.",
+        present="`rollout.span_tokens`",
+        unit="number",
+        reduction=Reduction.TOKEN_MEAN,
+        panels=("lag",),
+        label="updates, per token",
+    ),
+    Metric(
+        "lag/spans",
+        "How many versions of the weights have sampled a completion. Mean over completions.",
+        present="`rollout.span_tokens`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
+        "lag/continued_fraction",
+        "Share of the completions that were cut and continued with newer weights.",
+        present="`rollout.span_tokens`",
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
         "lag/NAME/ess",
-        "Effective sample size of the computed tokens of completions that are NAME updates old, as a share of their "
-        "number: `(sum w)^2 / (N sum w^2)` with `w = pi/mu`, where `pi` is the policy when the token was trained on.",
+        "Effective sample size of the computed tokens that are NAME updates old, as a share of their number: "
+        "`(sum w)^2 / (N sum w^2)` with `w = pi/mu`, where `pi` is the policy when the token was trained on.",
         present="computed, `rollout.max_lag`",
         unit="share",
         reduction=Reduction.GATHER,
@@ -1190,7 +1214,7 @@ METRICS = (
     ),
     Metric(
         "lag/NAME/clip_fraction",
-        "Share of the computed tokens of these completions on which the trust region acted.",
+        "Share of these tokens on which the trust region acted.",
         present="computed, `rollout.max_lag`",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,

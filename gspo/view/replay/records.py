@@ -197,6 +197,7 @@ def _completion(line: Mapping[str, Any], routes: Routes | None) -> Completion:
         logp_sampler=tuple(line["logp_sampler"]),
         stop=StopReason(line["stop"]),
         version=line["version"],
+        spans=tuple((version, first) for version, first in line.get("spans", ())),
         routes=routes,
         sampled=tuple(map(bool, line.get("sampled", ()))),
         thinking_cut=line.get("thinking_cut", False),
