@@ -22,6 +22,7 @@ import gspo
 
 LAYERS = (
     {
+        "activity",
         "errors",
         "types",
         "clock",
@@ -34,17 +35,19 @@ LAYERS = (
         "safe_files",
         "safe_output",
         "signals",
+        "student_t",
     },
     {"aliases", "config", "hub"},
     {"cluster", "data", "model", "objectives"},
     {"reward", "rollout"},
     {"environment"},
+    {"serving"},
     {"learner"},
     {"context"},
     {"build", "step", "trust", "evaluation"},
     {"record"},
     {"cold_start", "collector", "resume_checks", "rollback", "saving"},
-    {"contamination"},
+    {"contamination", "span_collector"},
     {"loop", "follower", "sampler"},
     {"trainer"},
     {"view", "preflight"},

@@ -223,6 +223,27 @@ def _held_out(facts: RunFacts) -> Finding | None:
                 "overlap."
             ),
         )
+    return _held_out_reward(first, last)
+
+
+def _held_out_reward(first: Row, last: Row) -> Finding | None:
+    """With partial credit the reward changes where accuracy does not."""
+    keys = ("eval/reward_low", "eval/reward", "eval/reward_high")
+    if any(row.get(key) is None for row in (first, last) for key in keys):
+        return None
+    before_low, before, before_high = (float(first[key]) for key in keys)
+    low, after, high = (float(last[key]) for key in keys)
+    changed = f"from {before:.3g} at step {_step(first)} to {after:.3g} at step {_step(last)}"
+    if low > before_high:
+        what = f"The mean held-out reward rose {changed}; the 95 % intervals do not overlap."
+        return Finding(name="learning", level="good", what=what)
+    if high < before_low:
+        return Finding(
+            name="reward drop",
+            level="bad",
+            what=f"The mean held-out reward fell {changed}; the 95 % intervals do not overlap.",
+            remedy="Start again with a lower learner.learning_rate, or stop at the best checkpoint.",
+        )
     return None
 
 

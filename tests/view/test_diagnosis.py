@@ -79,6 +79,12 @@ def evaluation(step: int, accuracy: float, reward: float = 0.5, half: float = 0.
     }
 
 
+def rewarded(step: int, value: float) -> dict[str, Any]:
+    """An evaluation in which nothing is correct, but completions get partial credit."""
+    reward = {"eval/reward": value, "eval/reward_low": value - 0.03, "eval/reward_high": value + 0.03}
+    return evaluation(step, 0.0) | reward
+
+
 def penalized(**changed: Any) -> Callable[[int], dict[str, Any]]:
     """No completion is ever correct, but short ones have a smaller length penalty."""
     row = {"groups__uniform_fraction": 1.0, "reward__mean": 0.0, "reward__length_penalty": 0.3, "advantage__std": 0.5}
@@ -139,6 +145,20 @@ CASES = [
         facts(evaluations=[evaluation(0, 0.3), evaluation(40, 0.5)]),
         facts(evaluations=[evaluation(0, 0.3), evaluation(40, 0.34)]),
         "from 30 % to 50 % at step 40",
+    ),
+    Case(
+        "learning",
+        "good",
+        facts(evaluations=[rewarded(0, 0.3), rewarded(40, 0.5)]),
+        facts(evaluations=[rewarded(0, 0.3), rewarded(40, 0.34)]),
+        "The mean held-out reward rose from 0.3 at step 0 to 0.5 at step 40",
+    ),
+    Case(
+        "reward drop",
+        "bad",
+        facts(evaluations=[rewarded(0, 0.5), rewarded(40, 0.3)]),
+        facts(evaluations=[rewarded(0, 0.3), rewarded(40, 0.26)]),
+        "fell from 0.5 at step 0 to 0.3 at step 40",
     ),
     Case(
         "overfitting or reward hacking",

@@ -76,6 +76,18 @@ def test_curves_and_phases_equal_the_files(run: Path) -> None:
     assert watched.row_of(99) == {}
 
 
+def test_the_held_out_reward_is_a_curve_unless_it_repeats_the_accuracy(tmp_path: Path) -> None:
+    for accuracy, shown in ((0.25, False), (0.0, True)):
+        run = make_run(tmp_path / str(accuracy), steps=0)
+        row = {"step": 0, "tokens/sampled": 0, "eval/accuracy": accuracy, "eval/reward": 0.25, "eval/reward_low": 0.2}
+        (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        watched = RunReader(run)
+        watched.refresh()
+        curves = watched.curves(10)["curves"]
+        assert curves["eval/accuracy"]["y"] == [accuracy]
+        assert ("eval/reward" in curves) == ("eval/reward_low" in curves) == shown
+
+
 def test_the_version_changes_with_every_file(run: Path) -> None:
     watched = RunReader(run)
     watched.refresh()
