@@ -114,6 +114,7 @@ PANELS = (
     ),
     Panel(
         id="set-rewards",
+        section=Section.REWARD,
         title="Reward on evaluation sets",
         what=(
             "Mean reward on each set of eval.sets, and on the held-out problems of each source in data.mix, with its "
