@@ -19,6 +19,7 @@ from gspo import aliases
 from gspo import config as settings
 from gspo.commands.arguments import add_checkpoint, add_trust_run, checkpoint_of
 from gspo.commands.command import Command, quiet_libraries
+from gspo.commands.harness import add_harness_arguments, check_no_harness, run_harness
 from gspo.config import Config
 from gspo.data.sources import check_file
 from gspo.errors import ConfigError, GspoError
@@ -58,9 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write the numbers to this file")
     add("--completions", metavar="FILE", help="write every completion to this file (JSONL)")
     add(*aliases.EVAL_OPTIONS, dest="old_completions", help=argparse.SUPPRESS)
+    add_harness_arguments(parser)
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    if options.harness:
+        names = ("data", "recipe", "set", "samples", "completions", "old_completions")
+        return run_harness(options, overrides, unused=dict.fromkeys(names) | {"k": "1", "greedy": False, "seed": 0})
+    check_no_harness(options)
     quiet_libraries()
     ks = _ks(options.k)
     return evaluate_model(

@@ -329,6 +329,10 @@ class EnvironmentConfig:
     """How long the others wait for a call of the environment, in seconds. Conversations whose calls take longer join a
     later round of sampling, so a slow tool does not stall the others. Which round a conversation is in changes nothing
     but rounding."""
+    variables: Annotated[tuple[str, ...], OnlyWith("environment.name")] = ()
+    """Names of environment variables that the environment needs, such as the API key of a search engine. Besides them,
+    its process gets only those that programs need to run (`PATH`, `HOME`, `PYTHONPATH`, ...), and no keys of the
+    trainer."""
     memory_mb: Annotated[int, Range(low=0), OnlyWith("environment.name")] = 1024
     """Memory limit of a conversation's process, in MB, in addition to what loading the environment took. `0` disables
     it."""

@@ -17,7 +17,7 @@ from gspo.data.problems import Problems, with_instructions
 from gspo.environment.engine import ROWS, ConversationEngine, fingerprint, row_of
 from gspo.environment.environment import find
 from gspo.environment.host import EnvironmentHost
-from gspo.environment.template import ObservationTemplate, tool_format
+from gspo.environment.template import ObservationTemplate, TemplateTokens, tool_format
 from gspo.errors import ConfigError, DataError
 from gspo.model.load import Policy
 from gspo.rollout.engine import Engine
@@ -33,6 +33,7 @@ class RunEnvironment:
         self.host = EnvironmentHost(find(settings.name, settings.options), settings)
         self.host.start()
         self._openings: dict[str, str] = {}
+        self._tokens: TemplateTokens | None = None
 
     def open_problems(self, problems: Problems, tokenizer: Any) -> Problems:
         """The problems, with what the environment begins with as their prompts."""
@@ -45,6 +46,7 @@ class RunEnvironment:
 
     def open(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
         """The same for some problems."""
+        self._tokens = self._tokens or TemplateTokens(tokenizer)
         opened: list[Prompt] = []
         for start in range(0, len(prompts), ROWS):
             chunk = prompts[start : start + ROWS]
@@ -97,7 +99,11 @@ class RunEnvironment:
         self.host.close()
 
     def _instructed(self, prompt: Prompt, content: str | Messages) -> str | Messages:
-        """What a row begins with, as the model sees it."""
+        """What a row begins with, as the model sees it. What the environment has written must not look like a turn of
+        somebody else. The row's own prompt is left as it is."""
+        if content != prompt.content and self._tokens is not None:
+            neutral, harmless = self._tokens.neutral, self._tokens.harmless
+            content = neutral(content) if isinstance(content, str) else harmless(content)
         return with_instructions(content, self._section(prompt))
 
     def _section(self, prompt: Prompt) -> Any:

@@ -35,6 +35,35 @@ _REWRITTEN = (
 )
 
 
+class TemplateTokens:
+    """The tokens by which a chat template tells turns apart."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
+        special = {*map(str, tokenizer.all_special_tokens), *(t.content for t in added if t.special)} - {""}
+        self.special = sorted(special, key=lambda text: (-len(text), text))
+        # Some templates mark a tool's result or a call by tokens that are not special, such as </tool_response>.
+        written = str(getattr(tokenizer, "chat_template", None) or "")
+        marks = {t.content for t in added if t.content.strip() and t.content in written}
+        self._forbidden = sorted({*special, *marks, _TURN}, key=lambda text: (-len(text), text))
+        """What no message of an environment may contain."""
+
+    def neutral(self, text: str) -> str:
+        """Text in which no token of the template is left: what a tool returns must not look like a turn of somebody
+        else."""
+        for token in self._forbidden:
+            if token in text:
+                text = text.replace(token, f"{token[:1]} {token[1:]}")
+        return text
+
+    def harmless(self, messages: Messages) -> Messages:
+        """Messages in which every text is neutral. A template may write any field."""
+        return [{key: self._harmless(key, value) for key, value in message.items()} for message in messages]
+
+    def _harmless(self, key: str, value: Any) -> Any:
+        return self.neutral(value) if key != "role" and isinstance(value, str) else value
+
+
 class ObservationTemplate:
     """Writes observations for one tokenizer."""
 
@@ -53,14 +82,7 @@ class ObservationTemplate:
         """The token that ends a turn in a demonstration."""
         self._tools = list(tools)
         self._chat = chat
-        added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
-        special = {*map(str, tokenizer.all_special_tokens), *(t.content for t in added if t.special)} - {""}
-        self._special = sorted(special, key=lambda text: (-len(text), text))
-        # Some templates mark a tool's result or a call by tokens that are not special, such as </tool_response>.
-        written = str(getattr(tokenizer, "chat_template", None) or "")
-        marks = {t.content for t in added if t.content.strip() and t.content in written}
-        self._forbidden = sorted({*special, *marks, _TURN}, key=lambda text: (-len(text), text))
-        """What no observation may contain."""
+        self._tokens = TemplateTokens(tokenizer)
         self._changed_before: set[str] = set()
         """Roles of observations before which the template changes earlier turns."""
         self._refuses = rewritten == "refuse"
@@ -87,7 +109,7 @@ class ObservationTemplate:
             raise DataError(f"environment.rewritten_history: {_REWRITTEN.format(role=changed[0])}")
         if not self.templated:
             return "", "".join(m["content"] for m in messages)
-        return self._after_turn(messages, self.neutral(call))
+        return self._after_turn(messages, self._tokens.neutral(call))
 
     def rewritten(self, messages: Messages, so_far: str, after: str) -> str | None:
         """The text of a whole conversation up to the next turn of the model, if the template writes it otherwise than
@@ -106,26 +128,14 @@ class ObservationTemplate:
         return whole
 
     def harmless(self, messages: Messages) -> Messages:
-        """Messages of an environment as a template may write them. It may write any field, and the name of a tool is
-        what the model wrote."""
-        return [{key: self._harmless(key, value) for key, value in message.items()} for message in messages]
-
-    def _harmless(self, key: str, value: Any) -> Any:
-        return self.neutral(value) if key != "role" and isinstance(value, str) else value
-
-    def neutral(self, text: str) -> str:
-        """Text in which no token of the template is left: what a tool returns must not look like a turn of somebody
-        else."""
-        for token in self._forbidden:
-            if token in text:
-                text = text.replace(token, f"{token[:1]} {token[1:]}")
-        return text
+        """Messages of an environment as a template may write them. The name of a tool is what the model wrote."""
+        return self._tokens.harmless(messages)
 
     def _after_turn(self, messages: Messages, call: str) -> tuple[str, str]:
         """The end token of the model's turn, and the text after it."""
         whole = self._whole(messages, call)
         after = whole[whole.rindex(_TURN) + len(_TURN) :]
-        found = [(at, -len(token), token) for token in self._special if (at := after.find(token)) >= 0]
+        found = [(at, -len(token), token) for token in self._tokens.special if (at := after.find(token)) >= 0]
         if not found:
             raise ConfigError(
                 "environment.name: the chat template ends the model's turns without an end token, so observations "
