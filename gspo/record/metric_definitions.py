@@ -1240,6 +1240,47 @@ METRICS = (
         reduction=Reduction.COMPLETION_MEAN,
     ),
     Metric(
+        "lag/dropped",
+        "Completions that were given up, because they were not over after the tokens of all turns.",
+        present='`over_lag = "drop"`',
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "lag/dropped_fraction",
+        "Their share of all completions. The batch has only the shorter ones: `length/`, `reward/` and the advantages "
+        "are about these.",
+        present='`over_lag = "drop"`',
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+        panels=("lag-cost",),
+        label="dropped completions",
+    ),
+    Metric(
+        "lag/dropped_tokens",
+        "Tokens that were sampled in vain.",
+        present='`over_lag = "drop"`',
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "lag/dropped_prompts",
+        "Problems whose completions were all given up, so that the step has no group of them.",
+        present='`over_lag = "drop"`',
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "lag/dropped_correct_fraction",
+        "Share of correct completions among those that are left of the groups that have lost some. If it is below "
+        "`reward/correct_fraction`, dropping favors easy problems. NaN if no group has lost some and kept others.",
+        present='`over_lag = "drop"`',
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+        panels=("lag-cost",),
+        label="correct in groups that lost completions",
+    ),
+    Metric(
         "lag/NAME/ess",
         "Effective sample size of the computed tokens that are NAME updates old, as a share of their number: "
         "`(sum w)^2 / (N sum w^2)` with `w = pi/mu`, where `pi` is the policy when the token was trained on.",
