@@ -46,6 +46,7 @@ LAYERS = (
     {"record"},
     {"cold_start", "collector", "resume_checks", "rollback", "saving"},
     {"contamination"},
+    {"suites"},
     {"loop", "follower", "sampler"},
     {"trainer"},
     {"view", "preflight"},
@@ -109,6 +110,7 @@ NAMED = {
     "aliases.py": "old names of rewards",
     "cluster/connect.py": "what Ray calls a cluster of one machine",
     "config/schema.py": "the default of a setting",
+    "suites/scorers.py": "the reward functions of published protocols",
     "record/run_format.py": "format 1 records only the names of objectives",
 }
 """Files that may name an objective, an engine or a reward that is defined elsewhere, and why."""
