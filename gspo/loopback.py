@@ -9,8 +9,12 @@ the model server are built on it.
 from __future__ import annotations
 
 import hmac
+import os
+import secrets
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
@@ -121,6 +125,20 @@ def same(given: str, wanted: str) -> bool:
 def _bearer(headers: Mapping[str, str]) -> str:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token if scheme == "Bearer" else ""
+
+
+def access_token(variable: str, path: Path) -> tuple[str, str, Path | None]:
+    """The token of a server that other programs connect to, where they find it, and the file that was written: the
+    value of an environment variable, or a new one in a file that only this user can read."""
+    if token := os.environ.get(variable):
+        return token, f"the token is the value of {variable}", None
+    token = secrets.token_urlsafe(32)
+    with suppress(FileNotFoundError):
+        path.unlink()
+    # O_EXCL and the mode at creation: nobody else can have opened the file before the token is in it.
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token + "\n")
+    return token, f"the token is in {path}", path
 
 
 def loopback_listener(port: int) -> socket.socket:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo import trust
+from gspo.activity import activity
 from gspo.build import build_run, run_objective, with_dtype
 from gspo.config import (
     Config,
@@ -89,14 +90,20 @@ class Outcome:
     seconds: float
 
 
+def check_recipe(config: Config) -> Objective:
+    """Refuse settings with which no run can start. Returns the objective of the run."""
+    check(config)
+    config = anchored(config)
+    for path in config.data_files:
+        check_file(path)
+    return run_objective(config)
+
+
 def train(config: Config, display: Display, ranks: Ranks = ONE) -> Outcome:
     """Start a new run. Of several ranks, this is what the leader does."""
     check_single_process(ranks)
-    check(config)
+    objective = check_recipe(config)
     config = with_dtype(anchored(config))
-    objective = run_objective(config)
-    for path in config.data_files:
-        check_file(path)
     run = RunDir.create(config)
     try:
         trust.remember(run.path, [*trust.all_code(config, [config.model.path]), *trust.objective_code(config)])
@@ -264,7 +271,7 @@ def _run(
 def _picture(run: RunDir, display: Display) -> Path | None:
     """Plot the curves. A run that has no room for the image has still finished."""
     try:
-        with run.writing("curves.png"):
+        with run.writing("curves.png"), activity("drawing the curves"):
             return draw_curves(run.path)
     except DiskError as error:
         display.message(f"warning: {error}")

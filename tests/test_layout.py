@@ -22,6 +22,7 @@ import gspo
 
 LAYERS = (
     {
+        "activity",
         "errors",
         "types",
         "clock",
@@ -40,12 +41,13 @@ LAYERS = (
     {"cluster", "data", "model", "objectives"},
     {"reward", "rollout"},
     {"environment"},
+    {"serving"},
     {"learner"},
     {"context"},
     {"build", "step", "trust", "evaluation"},
     {"record"},
     {"cold_start", "collector", "resume_checks", "rollback", "saving"},
-    {"contamination"},
+    {"contamination", "span_collector"},
     {"suites"},
     {"loop", "follower", "sampler"},
     {"trainer"},

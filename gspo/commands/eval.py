@@ -20,10 +20,12 @@ from gspo import aliases
 from gspo import config as settings
 from gspo.commands.arguments import add_checkpoint, add_trust_run, checkpoint_of
 from gspo.commands.command import Command, quiet_libraries
+from gspo.commands.harness import add_harness_arguments, check_no_harness, run_harness
 from gspo.config import Config
 from gspo.data.sources import check_file
 from gspo.errors import ConfigError, GspoError
 from gspo.record import run_format
+from gspo.record.progress import life_signs
 from gspo.record.run_dir import replace_text, writing
 from gspo.redact import known_secrets, redacted
 from gspo.suites import suite_names
@@ -65,9 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write the numbers to this file")
     add("--completions", metavar="FILE", help="write every completion to this file (JSONL)")
     add(*aliases.EVAL_OPTIONS, dest="old_completions", help=argparse.SUPPRESS)
+    add_harness_arguments(parser)
 
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
+    if options.harness:
+        names = ("suite", "data", "recipe", "set", "k", "samples", "completions", "old_completions")
+        return run_harness(options, overrides, unused=dict.fromkeys(names) | {"greedy": False, "seed": 0})
+    check_no_harness(options)
     quiet_libraries()
     if options.suite is not None:
         return _evaluate_suite(options, overrides)
@@ -114,7 +121,8 @@ def _evaluate_suite(options: argparse.Namespace, overrides: list[str]) -> int:
     config = settings.override(tree, overrides, where=recipe or "eval", report_old_names=options.recipe is not None)
     settings.check(config)
     _check_trust(options.model, config, options.recipe, options.trust_run)
-    result = evaluate_on_suite(config, source, samples=options.samples, limit=options.limit, seed=options.seed)
+    with life_signs():
+        result = evaluate_on_suite(config, source, samples=options.samples, limit=options.limit, seed=options.seed)
     print("\n".join(result.lines()))
     if options.json:
         replace_text(Path(options.json), json.dumps(_finite(result.as_data()), indent=2) + "\n")
@@ -194,7 +202,7 @@ def evaluate_model(
         known = ", ".join(config.eval.sets) or "none"
         raise ConfigError(f"--set: the settings have no eval.sets.{set_name}; there are: {known}")
     _check_trust(model, config, recipe, trust_run)
-    with ExitStack() as stack:
+    with life_signs(), ExitStack() as stack:
         prompts, engine, rewards = _eval_components(config, stack, _Wanted(data is None, set_name, limit))
         sampling = config.rollout.sampling
         # The random streams of the evaluations during a run.

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 from gspo.preflight.examine import examine
 from gspo.preflight.findings import Finding, Level
 from gspo.preflight.machine import pluralize
-from gspo.safe_output import printed, terminal
+from gspo.record.progress import life_signs
+from gspo.safe_output import printed
 
 COLORS = {Level.OK: "32", Level.NOTE: "36", Level.WARNING: "33", Level.FAIL: "31;1"}
 WIDEST = 110
@@ -25,14 +26,15 @@ WIDEST = 110
 
 def doctor(recipe: str, overrides: Sequence[str], *, quick: bool, as_json: bool, prompts: int | None) -> int:
     """Run the pre-flight checks of a recipe and print the report; 1 if a check fails."""
-    page = _Page(terminal())
-    if not as_json:
-        page.title(f"gspo doctor {recipe}")
-    findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=_nothing if as_json else page.show)
+    with life_signs() as out:
+        page = _Page(out)
+        if not as_json:
+            page.title(f"gspo doctor {recipe}")
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=_nothing if as_json else page.show)
+        if not as_json:
+            page.verdict(findings)
     if as_json:
         print(json.dumps(as_data(recipe, findings), indent=2, allow_nan=False))
-    else:
-        page.verdict(findings)
     return exit_code(findings)
 
 

@@ -576,6 +576,14 @@ METRICS = (
         reduction=Reduction.COMPLETION_MEAN,
     ),
     Metric(
+        "conversation/branches",
+        "Mean number of branches of a conversation: more than 1 if the chat template rewrites earlier turns. All "
+        "branches are one sequence.",
+        present="`environment.name`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
         "conversation/call_fraction",
         "Share of conversations in which the model called a tool.",
         present="`environment.name`",
@@ -591,8 +599,8 @@ METRICS = (
     ),
     Metric(
         "conversation/observation_tokens",
-        "Mean number of tokens of a conversation that the model was given: observations, and what the chat template "
-        "writes around them. They are not trained on.",
+        "Mean number of tokens of a conversation that the model was given: observations, what the chat template writes "
+        "around them, and earlier turns that it has rewritten. They are not trained on.",
         present="`environment.name`",
         unit="number",
         reduction=Reduction.COMPLETION_MEAN,
@@ -1171,9 +1179,33 @@ METRICS = (
         label="updates",
     ),
     Metric(
+        "lag/token_updates",
+        "Age of a sampled token in optimizer updates. Less than `lag/updates`, because newer weights have continued "
+        "completions. Mean over tokens.",
+        present="`rollout.span_tokens`",
+        unit="number",
+        reduction=Reduction.TOKEN_MEAN,
+        panels=("lag",),
+        label="updates, per token",
+    ),
+    Metric(
+        "lag/spans",
+        "How many versions of the weights have sampled a completion. Mean over completions.",
+        present="`rollout.span_tokens`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
+        "lag/continued_fraction",
+        "Share of the completions that were cut and continued with newer weights.",
+        present="`rollout.span_tokens`",
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
         "lag/NAME/ess",
-        "Effective sample size of the computed tokens of completions that are NAME updates old, as a share of their "
-        "number: `(sum w)^2 / (N sum w^2)` with `w = pi/mu`, where `pi` is the policy when the token was trained on.",
+        "Effective sample size of the computed tokens that are NAME updates old, as a share of their number: "
+        "`(sum w)^2 / (N sum w^2)` with `w = pi/mu`, where `pi` is the policy when the token was trained on.",
         present="computed, `rollout.max_lag`",
         unit="share",
         reduction=Reduction.GATHER,
@@ -1182,7 +1214,7 @@ METRICS = (
     ),
     Metric(
         "lag/NAME/clip_fraction",
-        "Share of the computed tokens of these completions on which the trust region acted.",
+        "Share of these tokens on which the trust region acted.",
         present="computed, `rollout.max_lag`",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,

@@ -142,6 +142,7 @@ class Completions:
             "pieces": self._pieces.of(ids),
             "omitted_tokens": max(0, len(record.get("token_ids") or ()) - MOST_TOKENS),
             **({"turns": record["turns"]} if record["turns"] else {}),
+            **({"branches": record["branches"]} if record["branches"] else {}),
             **({"sampled": record["sampled"][:MOST_TOKENS]} if record["sampled"] else {}),
             **{name: _per_token(record, name)[:MOST_TOKENS] for name in TOKEN_FIELDS if record.get(name)},
         }
@@ -268,6 +269,7 @@ def _validate(raw: Record) -> Record:
     record |= {key: _number_list(raw.get(key)) for key in ("token_ids", *TOKEN_FIELDS)}
     record["sampled"] = _mask(raw.get("sampled"), len(record["token_ids"] or ()))
     record["turns"] = _turns(raw.get("turns"), len(record["token_ids"] or ()))
+    record["branches"] = _branches(raw.get("branches"), len(record["token_ids"] or ()))
     parts = raw.get("parts")
     record["parts"] = {k: _only(v, int, float) for k, v in parts.items()} if isinstance(parts, dict) else {}
     columns = raw.get("columns")
@@ -300,6 +302,13 @@ def _mask(value: Any, length: int) -> list[int] | None:
 
 MOST_TURNS = 1000
 """Displayed turns of a conversation."""
+
+
+def _branches(value: Any, tokens: int) -> list[list[int]]:
+    """Start, parent and shared tokens of each branch, in order; empty if they are not valid."""
+    found = value[:MOST_TURNS] if isinstance(value, list) else []
+    numbers = all(isinstance(b, list) and len(b) == 3 and all(type(n) is int for n in b) for b in found)
+    return found if numbers and all(0 <= start <= tokens for start, _, _ in found) else []
 
 
 def _turns(value: Any, tokens: int) -> list[dict[str, Any]]:

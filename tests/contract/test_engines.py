@@ -451,7 +451,7 @@ def test_log_probs_and_versions_of_parts_are_those_of_the_weights_that_sampled_t
     assert changed
     for c, o, n in changed:
         assert c.spans == ((7, 0), (8, 4))
-        assert c.sampled_versions == (7,) * 4 + (8,) * (len(c.token_ids) - 4)
+        assert c.sampled_by_version == ((7, 4), (8, len(c.token_ids) - 4))
         assert c.logp_sampler[:4] == pytest.approx(o[:4], abs=2e-5)
         assert c.logp_sampler[4:] == pytest.approx(n[4:], abs=2e-5)
         assert c.logp_sampler[4:] != pytest.approx(o[4:], abs=1e-3)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.activity import activity
 from gspo.errors import ConfigError
 from gspo.model.load import position_limit
 from gspo.model.out_of_memory import out_of_memory, release_memory
@@ -324,10 +325,12 @@ class _Batch:
         """Rows of all steps so far."""
 
     def run(self) -> DecodeResult:
-        while self.live or self.admitted < len(self.queue.place_B):
-            self._admit()
-            self._step()
-        return self._result()
+        with activity("sampling", total=len(self.queue.place_B), unit="completions") as doing:
+            while self.live or self.admitted < len(self.queue.place_B):
+                self._admit()
+                self._step()
+                doing.done, doing.tokens = self.admitted - self.live, self.rows_computed
+            return self._result()
 
     def _admit(self) -> None:
         """Admit waiting requests, a few at a time: admitting one costs about as much as admitting ten."""

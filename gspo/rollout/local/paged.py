@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo.activity import Activity, activity
 from gspo.model.routing import Routers
 from gspo.rollout.engine import Controls, DecodeStats
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
@@ -185,25 +186,37 @@ class PagedBatch:
     def run(self) -> DecodeResult:
         """Sample every completion of the queue."""
         try:
-            while self.waiting or any(self.rows):
-                self._admit()
-                self._extend()
-                # The whole bucket, idle rows included: a CUDA graph has a fixed number of rows.
-                self.launch(self.bucket)
-                self.unpolled.append((self.steps, *_copy_to_host(self.slots.state[LIVE])))
-                self.steps += 1
-                self.rows_computed += self.bucket
-                if self.sampling.stop:
-                    self._find_stops()
-                # One step behind: the flags of the current step are still on their way to the host.
-                self._poll_finished(behind=1)
-                self._cut()
-                self._compact()
-            return self._result()
+            with activity("sampling", total=len(self.queue.place_B), unit="completions") as doing:
+                return self._run(doing)
         finally:
             # `launch` and this object refer to each other. Left to the garbage collector, a CUDA graph could be
             # destroyed at a bad moment, for example while another is being captured.
             del self.launch
+
+    def _run(self, doing: Activity) -> DecodeResult:
+        while self.waiting or any(self.rows):
+            self._admit()
+            self._extend()
+            # The whole bucket, idle rows included: a CUDA graph has a fixed number of rows.
+            self.launch(self.bucket)
+            self.unpolled.append((self.steps, *_copy_to_host(self.slots.state[LIVE])))
+            self.steps += 1
+            self.rows_computed += self.bucket
+            if self.sampling.stop:
+                self._find_stops()
+            # One step behind: the flags of the current step are still on their way to the host.
+            self._poll_finished(behind=1)
+            self._cut()
+            self._compact()
+            if not self.steps % LOOKAHEAD:
+                self._count(doing)
+        return self._result()
+
+    def _count(self, doing: Activity) -> None:
+        """Report what has been sampled so far."""
+        lengths = [length for rows in self.finished for length in rows.lengths]
+        doing.done = len(lengths)
+        doing.tokens = sum(lengths) + sum(row.length(self.steps) for row in self.rows if row is not None)
 
     def _step(self, rows: int) -> None:
         """Sample one token for each of the first `rows` rows, without the host."""

@@ -101,7 +101,7 @@ function segments(completion) {
   const found = [];
   let at = 0;
   for (const turn of Array.isArray(completion.turns) ? completion.turns : []) {
-    if (turn.start > at) found.push([at, turn.start, null]);
+    if (turn.start > at || branchAt(completion, at)) found.push([at, turn.start, null]);
     found.push([turn.start, turn.end, turn]);
     at = turn.end;
   }
@@ -109,7 +109,18 @@ function segments(completion) {
   return found;
 }
 
-function turnHeading(turn, number) {
+// The number and the shared tokens of the branch that begins with this token; null if none does.
+function branchAt(completion, at) {
+  const branches = completion.branches || [];
+  const number = branches.findLastIndex(([start], i) => i && start === at);
+  return number > 0 ? [number + 1, branches[number][2], branches[number][1] + 1] : null;
+}
+
+function turnHeading(turn, number, branch) {
+  if (turn === null && branch) {
+    return `Branch ${branch[0]}: the chat template has rewritten earlier turns. It shares ${branch[1]} tokens with branch `
+      + `${branch[2]}. What it writes after them, with the observation (given to the model, not trained on)`;
+  }
   if (turn === null) return "Observation (given to the model, not trained on)";
   const facts = [`Turn ${number}: ${turn.end - turn.start} tokens`];
   if (turn.calls.length) facts.push(`calls ${turn.calls.join(", ")}`);
@@ -147,7 +158,7 @@ class TokenView {
     let number = 0;
     for (const [start, end, turn] of segments(this.completion)) {
       number += turn ? 1 : 0;
-      const heading = node("p", { class: "soft" }, turnHeading(turn, number));
+      const heading = node("p", { class: "soft" }, turnHeading(turn, number, branchAt(this.completion, start)));
       const block = node("div", { class: turn ? "turn" : "turn given" }, heading, ...this.spans.slice(start, end));
       this.text.append(block);
     }
