@@ -19,18 +19,29 @@ from gspo.preflight.findings import Finding, Level
 from gspo.preflight.machine import pluralize
 from gspo.record.progress import life_signs
 from gspo.safe_output import printed
+from gspo.suites.suite import SuiteSource
 
 COLORS = {Level.OK: "32", Level.NOTE: "36", Level.WARNING: "33", Level.FAIL: "31;1"}
 WIDEST = 110
 
 
-def doctor(recipe: str, overrides: Sequence[str], *, quick: bool, as_json: bool, prompts: int | None) -> int:
+def doctor(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    quick: bool,
+    as_json: bool,
+    prompts: int | None,
+    suites: Sequence[str] = (),
+) -> int:
     """Run the pre-flight checks of a recipe and print the report; 1 if a check fails."""
+    sources = [SuiteSource.parse(text) for text in suites]
     with life_signs() as out:
         page = _Page(out)
         if not as_json:
             page.title(f"gspo doctor {recipe}")
-        findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=_nothing if as_json else page.show)
+        show = _nothing if as_json else page.show
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, suites=sources, show=show)
         if not as_json:
             page.verdict(findings)
     if as_json:
