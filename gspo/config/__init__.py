@@ -5,7 +5,18 @@
 """
 
 from gspo.config.checks import check, check_number_of_ranks, check_single_process, problem_sections
-from gspo.config.load import anchored, find_recipe, from_flat, from_tree, load, override, read_toml, recipe_dir
+from gspo.config.load import (
+    anchored,
+    find_recipe,
+    from_flat,
+    from_tree,
+    load,
+    override,
+    read_toml,
+    recipe_dir,
+    type_of,
+    with_settings,
+)
 from gspo.config.schema import (
     TINY_MODELS,
     AlarmsConfig,
@@ -30,8 +41,9 @@ from gspo.config.schema import (
     SourceConfig,
     field_docs,
     help_texts,
+    named_section,
 )
-from gspo.config.toml import differing, flat, flatten, get, to_toml
+from gspo.config.toml import differing, flat, flatten, get, to_toml, toml_value
 
 __all__ = [
     "TINY_MODELS",
@@ -69,9 +81,13 @@ __all__ = [
     "get",
     "help_texts",
     "load",
+    "named_section",
     "override",
     "problem_sections",
     "read_toml",
     "recipe_dir",
     "to_toml",
+    "toml_value",
+    "type_of",
+    "with_settings",
 ]

@@ -44,12 +44,16 @@ class Display(Protocol):
 
 
 def make_display() -> Display:
-    """A live panel on a terminal, plain lines elsewhere."""
+    """A live panel on a terminal or in a notebook, plain lines elsewhere."""
+    from gspo.record.notebook import NotebookDisplay, in_notebook
+
+    if in_notebook():
+        return NotebookDisplay()
     # In a log file, a live display would leave escape sequences.
     return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 
-class _Recent:
+class RecentValues:
     """The values to show: those of the last step, plus the last evaluation and the pace of the run."""
 
     def __init__(self) -> None:
@@ -120,7 +124,7 @@ class PlainDisplay:
     """One line per step."""
 
     def __init__(self) -> None:
-        self._recent = _Recent()
+        self._recent = RecentValues()
 
     def message(self, text: str) -> None:
         print(printed(text), flush=True)
@@ -134,7 +138,7 @@ class PlainDisplay:
     def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         self._recent.update(step, metrics, timings)
         cells = "  ".join(f"{name} {text}" for name, text in self._recent.cells())
-        print(f"step {step}/{steps}  {cells}  left {_duration(self._recent.left(step, steps))}", flush=True)
+        print(f"step {step}/{steps}  {cells}  left {duration(self._recent.left(step, steps))}", flush=True)
 
     def close(self) -> None:
         pass
@@ -145,7 +149,7 @@ class LiveDisplay:
 
     def __init__(self) -> None:
         self._console = Console(file=terminal())
-        self._recent = _Recent()
+        self._recent = RecentValues()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -177,7 +181,7 @@ class LiveDisplay:
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         self._recent.update(step, metrics, timings)
-        self._show("training", step, steps, f"{_duration(self._recent.left(step, steps))} left", self._recent.cells())
+        self._show("training", step, steps, f"{duration(self._recent.left(step, steps))} left", self._recent.cells())
 
     def close(self) -> None:
         if self._live.is_started:
@@ -208,7 +212,8 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Minutes and seconds, with hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
