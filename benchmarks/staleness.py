@@ -63,8 +63,14 @@ def main() -> int:
 def arm(objective: str, rate: float, age: str = "0") -> str:
     """An arm of `gspo compare`."""
     mini_batches, lag = AGES[age]
-    settings = {"learner.learning_rate": rate, "learner.mini_batches": mini_batches, "rollout.max_lag": lag}
-    return "+".join([objective, *(f"{key}={value}" for key, value in settings.items()), "learner.old_logp=sampler"])
+    settings: dict[str, object] = {
+        "learner.learning_rate": rate,
+        "learner.mini_batches": mini_batches,
+        "rollout.max_lag": lag,
+    }
+    if mini_batches > 1 or lag:  # otherwise every ratio is 1
+        settings["learner.old_logp"] = "sampler"
+    return "+".join([objective, *(f"{key}={value}" for key, value in settings.items())])
 
 
 def compare(options: argparse.Namespace, name: str, arms: Sequence[str], seeds: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gspo.activity import activity
 from gspo.cluster.connect import membership
 from gspo.config import Config, ModelConfig, RolloutConfig, check_number_of_ranks, to_toml
 from gspo.context import LearnContext, RunContext
@@ -27,13 +28,13 @@ from gspo.environment.setup import RunEnvironment
 from gspo.errors import ConfigError
 from gspo.learner.batch import needs_old_logprobs
 from gspo.learner.checkpoint import size_of as checkpoint_size
-from gspo.learner.checkpoint import whole_weights
 from gspo.learner.optimizer import Optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.context_parallel import check_context_parallel
 from gspo.model.free_memory import free_memory
 from gspo.model.load import Policy, device_of, dtype_name, load_policy, load_tokenizer
 from gspo.model.partial import whole
+from gspo.model.save import whole_weights
 from gspo.model.sharding import shard
 from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
 from gspo.objectives.objective import Objective, change, settings_of
@@ -208,7 +209,8 @@ def reward_pool(config: Config, run: Path | None = None) -> RewardPool | Convers
     # An environment gives rewards itself, so reward functions are optional.
     if environment and not config.reward.functions:
         return ConversationRewards(environment, correct_above=config.reward.correct_above, pool=None)
-    pool = RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir, cluster=membership())
+    with activity("starting the reward workers"):
+        pool = RewardPool(config.reward, sources=source_rewards(config), cache_dir=cache_dir, cluster=membership())
     if not environment:
         return pool
     return ConversationRewards(environment, correct_above=config.reward.correct_above, pool=pool)
@@ -242,7 +244,8 @@ def policy_for(
 ) -> Policy:
     """The config's model on its device, or `model` in its place. Sampling alone does not need its `routers`."""
     routing = config.routing if routers else None
-    return load_policy(model or config.model, tokenizer, seed=config.seed, routing=routing, ranks=ranks)
+    with activity("loading the model"):
+        return load_policy(model or config.model, tokenizer, seed=config.seed, routing=routing, ranks=ranks)
 
 
 def optimizer_for(config: Config, policy: Policy) -> Optimizer:
@@ -256,7 +259,8 @@ def engine_for(config: Config, policy: Policy, ranks: Ranks = ONE) -> Engine:
         model=policy.model, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids, routers=policy.routers, ranks=ranks
     )
     controls_for(context, config.rollout.sampling)  # settings that the tokenizer refuses, before vLLM starts
-    return build_engine(config.rollout.engine, context, config.rollout.engine_options)
+    with activity("starting the sampling engine"):
+        return build_engine(config.rollout.engine, context, config.rollout.engine_options)
 
 
 def build_run(
@@ -275,7 +279,8 @@ def build_run(
     stack.callback(rewards.close)
     environment = environment_for(config, stack)
     tokenizer = run_tokenizer(config, checkpoint)
-    problems = load_problems(config.data, tokenizer, config.seed, config.eval.sets)
+    with activity("loading the data"):
+        problems = load_problems(config.data, tokenizer, config.seed, config.eval.sets)
     if environment:
         problems = environment.open_problems(problems, tokenizer)
     rewards.check_columns([*problems.train, *chain.from_iterable(problems.sets.values())])
@@ -293,6 +298,7 @@ def build_run(
     _check_positions(learner.policy, problems, config.rollout.max_tokens)
     check_routes(config, engine)
     _check_old_logp(config, objective, learner.policy)
+    _check_spans(config, objective)
     conversations = environment.engine(engine, learner.policy) if environment else None
     return RunContext(
         **vars(learner),
@@ -443,6 +449,23 @@ def _check_old_logp(config: Config, objective: Objective, policy: Policy) -> Non
         raise ConfigError(
             'routing.balance_loss: it counts the experts of the forward pass that learner.old_logp = "sampler" skips; '
             'set balance_loss = 0, or old_logp = "recompute"'
+        )
+
+
+def _check_spans(config: Config, objective: Objective) -> None:
+    """Completions that are cut need an engine that continues them, and batches whose prompts are known."""
+    if not config.rollout.span_tokens:
+        return
+    if not engine_traits(config.rollout.engine).extends:
+        able = ", ".join(name for name in engine_names() if engine_traits(name).extends)
+        raise ConfigError(
+            f"rollout.span_tokens: engine {config.rollout.engine!r} does not continue completions; use {able}, or set "
+            "it to 0"
+        )
+    if objective.keep == "mixed" and config.rollout.refill_budget != 1:
+        raise ConfigError(
+            "rollout.refill_budget: with rollout.span_tokens a batch is not refilled, because the next ones have begun "
+            "by then; set it to 1 (the step trains on the groups that are left), or span_tokens = 0"
         )
 
 

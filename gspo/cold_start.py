@@ -156,7 +156,7 @@ def _from_environment(context: RunContext, conversations: ConversationEngine, di
         for (_, c), (score,) in zip(played, scores, strict=True)
     ]
     usable = [
-        TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids, sampled=c.sampled)
+        TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids, sampled=c.sampled, branches=c.branches)
         for (p, c), fault in zip(played, faults, strict=True)
         if not fault
     ]

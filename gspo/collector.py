@@ -2,6 +2,7 @@
 
     lag 0   InTurn       collect, train, collect, train
     lag k   Ahead        a thread collects from a sampling process while the loop trains (`rollout.max_lag = k`)
+            InTurns      the same in turns, with newer weights in each (`rollout.span_tokens`, `span_collector.py`)
 
 In: the weights after each step. Out: a `CollectResult` per step. Invariant: the batch of step t is sampled from the
 weights after step t - 1 - k, or from those that sampling started with, whatever takes longer. So results do not depend
@@ -17,9 +18,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from gspo.activity import activity
 from gspo.clock import Clock
 from gspo.context import RunContext
 from gspo.errors import EngineError, LagError
@@ -27,7 +29,7 @@ from gspo.learner.checkpoint import TrainerState
 from gspo.record.ledger import Ledger
 from gspo.rollout.buffer import RolloutBuffer
 from gspo.rollout.gather import CollectResult
-from gspo.rollout.in_flight import Entry, InFlight, Ticket, older_weights
+from gspo.rollout.in_flight import Entry, InFlight, Ticket, older_weights, with_columns
 from gspo.rollout.sampling_process import SamplingProcess
 from gspo.step import collect
 
@@ -95,7 +97,7 @@ class InTurn:
 
 
 @dataclass(kw_only=True)
-class _Span:
+class SamplingTime:
     """When a batch was sampled, in seconds since the collector started, and between which weights."""
 
     clock: Clock
@@ -103,6 +105,8 @@ class _Span:
     end: float = 0.0
     version: int = 0
     """The version of the learner's weights when it was collected."""
+    turns: list[tuple[int, float, float]] = field(default_factory=list)
+    """With `rollout.span_tokens`: its turns, by the step after which their weights were taken, with start and end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +145,7 @@ class Ahead:
         """The steps whose batches are not collected yet, in order."""
         self._plan: deque[Ticket] = deque()
         """The steps whose batches are not trained on yet."""
-        self._spans: dict[int, _Span] = {}
+        self._times: dict[int, SamplingTime] = {}
         self._kept: set[int] = set()
         """The steps whose weights the sampling process can load."""
         self._step = state.step
@@ -163,7 +167,7 @@ class Ahead:
 
     def collect(self, clock: Clock) -> None:
         # The thread is the owner of this wait. Each of its own waits has a deadline.
-        with clock.measure("wait"), self._changed:
+        with clock.measure("wait"), activity("waiting for a batch"), self._changed:
             while not len(self._buffer) and self._error is None:
                 self._changed.wait(timeout=1.0)
                 if not self._thread.is_alive() and self._error is None and not len(self._buffer):
@@ -206,7 +210,7 @@ class Ahead:
                 return None
             batches: list[CollectResult | None] = list(self._buffer)
             batches += [None] * (len(self._plan) - len(batches))
-            entries = tuple(Entry(ticket=t, batch=b) for t, b in zip(self._plan, batches, strict=True))
+            entries = tuple(self._entry(t, b) for t, b in zip(self._plan, batches, strict=True))
             # Read now: once the batch is collected, nothing else keeps them.
             older = {weights: self._sampler.kept_weights(weights) for weights in older_weights(entries, step)}
             return InFlight(entries=entries, older=older)
@@ -232,9 +236,13 @@ class Ahead:
         self._tickets.append(ticket)
         self._plan.append(ticket)
 
+    def _entry(self, ticket: Ticket, batch: CollectResult | None) -> Entry:
+        """What a checkpoint keeps of a step."""
+        return Entry(ticket=ticket, batch=batch)
+
     def _forget(self) -> None:
         """Delete the weights that no batch will be sampled from."""
-        needed = {ticket.weights for ticket in self._tickets}
+        needed = {weights for ticket in self._tickets for weights in self._entry(ticket, None).needed}
         for step in self._kept - needed:
             self._sampler.forget(step)
         self._kept &= needed
@@ -248,19 +256,24 @@ class Ahead:
             if entry.batch is None:
                 self._tickets.append(entry.ticket)
             else:
-                self._buffer.put(entry.batch)
-                self._ledger.collected(entry.batch, restored=True)
+                batch = with_columns(entry.batch, self._context.problems.train)
+                self._buffer.put(batch)
+                self._ledger.collected(batch, restored=True)
 
     # ---- the thread
 
     def _run(self) -> None:
         try:
-            while (ticket := self._next_ticket()) is not None:
-                self._collect(ticket)
+            self._collect_all()
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+    def _collect_all(self) -> None:
+        """Collect batches until sampling ends."""
+        while (ticket := self._next_ticket()) is not None:
+            self._collect(ticket)
 
     def _next_ticket(self) -> Ticket | None:
         """Wait for the next batch that may be sampled; None once sampling ends."""
@@ -273,22 +286,27 @@ class Ahead:
     def _collect(self, ticket: Ticket) -> None:
         start = self._buffer.end
         batch = start.batch + 1
-        clock = _StageClock(lambda state: self._reached(batch, state))
-        span = _Span(clock=clock, start=self._seconds)
+        clock = self._clock(batch)
+        times = SamplingTime(clock=clock, start=self._seconds)
         self._ledger.issued(batch, ticket)
         context = replace(self._context, engine=self._sampler.after_step(ticket.weights))
-        result = collect(context, start, clock=clock, version=ticket.version)
-        span.end = self._seconds
-        span.version = self._context.optimizer.updates
+        with activity(f"batch {batch}"):
+            result = collect(context, start, clock=clock, version=ticket.version)
+        times.end = self._seconds
+        times.version = self._context.optimizer.updates
         with self._changed:
             if self._closing:
                 return
             self._tickets.popleft()
-            self._spans[batch] = span
+            self._times[batch] = times
             self._buffer.put(replace(result, weights=ticket.weights))
             self._ledger.collected(result)
             self._forget()
             self._changed.notify_all()
+
+    def _clock(self, batch: int) -> Clock:
+        """A clock that tells the ledger which phase of a batch has ended."""
+        return _StageClock(lambda state: self._reached(batch, state))
 
     def _reached(self, batch: int, state: str) -> None:
         with self._changed:
@@ -298,16 +316,16 @@ class Ahead:
     def _measure(self, taken: _Taken) -> dict[str, float]:
         """Where the time of a batch went, and how its age came about."""
         times = {"lag/learn_start_s": taken.at, "lag/learn_end_s": self._seconds}
-        span = self._spans.pop(taken.batch.batch, None)
-        if span is None:  # a checkpoint has kept the batch: another process has sampled it
+        own = self._times.pop(taken.batch.batch, None)
+        if own is None:  # a checkpoint has kept the batch: another process has sampled it
             return times
         return times | {
-            "lag/sample_start_s": span.start,
-            "lag/sample_end_s": span.end,
-            "lag/rollout_s": span.clock.seconds.get("rollout", 0.0),
-            "lag/reward_s": span.clock.seconds.get("reward", 0.0),
-            "lag/in_flight_updates": span.version - taken.batch.version,
-            "lag/in_queue_updates": taken.version - span.version,
+            "lag/sample_start_s": own.start,
+            "lag/sample_end_s": own.end,
+            "lag/rollout_s": own.clock.seconds.get("rollout", 0.0),
+            "lag/reward_s": own.clock.seconds.get("reward", 0.0),
+            "lag/in_flight_updates": own.version - taken.batch.version,
+            "lag/in_queue_updates": taken.version - own.version,
         }
 
     @property

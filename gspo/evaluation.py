@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspo.clock import Clock
 from gspo.rollout.engine import Engine
 from gspo.rollout.gather import Scorer, sample_groups
+from gspo.student_t import t_point
 from gspo.types import Group, Prompt, Sampling, Score
 
 
@@ -28,6 +30,20 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.value:.1%} [{self.low:.1%}, {self.high:.1%}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanEstimate:
+    """A mean with its 95 % interval; `low` and `high` are `None` if there is none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.3f}"
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +77,14 @@ class Evaluation:
         """Correctness of the judged completions, for each problem that has any."""
         judged = [[s.correct for s in group.scores if s.correct is not None] for group in self.groups]
         return [v for v in judged if v]
+
+    @property
+    def reward(self) -> MeanEstimate:
+        """Mean reward over the scored completions of a problem, then over problems.
+
+        With partial credit it moves where accuracy stays at 0 %."""
+        rewards = [[s.reward for s in group.scores if s.reward is not None] for group in self.groups]
+        return mean_interval([statistics.fmean(r) for r in rewards if r])
 
     @property
     def unscored(self) -> int:
@@ -141,3 +165,16 @@ def interval(values: Sequence[float]) -> Estimate:
     center = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return Estimate(value=p, low=max(0.0, min(p, center - half)), high=min(1.0, max(p, center + half)))
+
+
+def mean_interval(values: Sequence[float]) -> MeanEstimate:
+    """The 95 % t-interval over problems."""
+    if not values:
+        return MeanEstimate(value=math.nan)
+    mean = statistics.fmean(values)
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    # Equal values say nothing about how far apart those of other problems would be, so there is no interval.
+    if not spread:
+        return MeanEstimate(value=mean)
+    half = t_point(len(values) - 1) * spread / math.sqrt(len(values))
+    return MeanEstimate(value=mean, low=mean - half, high=mean + half)

@@ -28,6 +28,7 @@ from gspo.learner.sft import FineTuner
 from gspo.model.load import reload_weights
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.out_of_memory import out_of_memory
+from gspo.model.save import whole_weights
 from gspo.objectives.adaptive_clip import ClipRange
 from gspo.ranks.codec import convert
 from gspo.ranks.group import Ranks
@@ -161,7 +162,7 @@ class Follower:
         self.context = replace(context, reference=reference)
 
     def gather_weights(self) -> None:
-        for _ in checkpoint.whole_weights(self.context.policy, self._ranks):
+        for _ in whole_weights(self.context.policy, self._ranks):
             pass
 
     def write_shards(self, path: str) -> None:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gspo.activity import activity
 from gspo.build import load_reference, saved_model
 from gspo.callbacks import Callbacks
 from gspo.clock import Clock
@@ -35,6 +36,7 @@ from gspo.learner.result import LearnResult
 from gspo.model.adapter import adapted
 from gspo.model.compiled_layers import compile_seconds
 from gspo.model.load import reload_weights
+from gspo.model.save import save_model
 from gspo.objectives.adaptive_clip import ClipRange, at_limit
 from gspo.objectives.describe import resolved
 from gspo.ranks.usage import RankUsage, exchange_usage
@@ -62,6 +64,7 @@ from gspo.rollback import RollBack, carry_out, record_rollback, rollback_or
 from gspo.rollout.gather import CollectResult
 from gspo.saving import Saver
 from gspo.signals import Interrupted, StopRequest
+from gspo.span_collector import InTurns
 from gspo.step import learn
 from gspo.types import Prompt, without_columns
 
@@ -125,7 +128,8 @@ class Loop:
         while (state.pending or not self.is_finished(state)) and not self.stop:
             try:
                 # A run may resume at a step whose evaluation was interrupted.
-                state = self._evaluate_and_record(state) if state.pending else self._step(state)
+                with activity(f"step {state.step + (state.pending is None)}/{self.planned_steps(state)}"):
+                    state = self._evaluate_and_record(state) if state.pending else self._step(state)
             except RollBack as rollback:
                 state = self._roll_back(rollback.record)
                 self._collect_from(state, None)
@@ -145,7 +149,8 @@ class Loop:
         # After a rollback, the batches of the checkpoint belong to the steps that were abandoned.
         if begin is not None and checkpoint.read_state(begin).rollbacks != state.rollbacks:
             kept = None
-        self.collector = Ahead(self.context, sampler, Ledger(self.run_dir), state, kept)
+        kind = InTurns if self.config.rollout.span_tokens else Ahead
+        self.collector = kind(self.context, sampler, Ledger(self.run_dir), state, kept)
         self.saver.in_flight = self.collector.in_flight
 
     def is_finished(self, state: TrainerState) -> bool:
@@ -198,7 +203,8 @@ class Loop:
         # One entry, because `learn` returns what all ranks have computed, and the leader has all completions.
         found = step_metrics(context.objective, collected, learned, self.config.rollout.sampling)
         if collected.weights is not None:
-            found |= lag_metrics(collected, learned, step=state.step, updates=state.updates)
+            spans = bool(self.config.rollout.span_tokens)
+            found |= lag_metrics(collected, learned, step=state.step, updates=state.updates, spans=spans)
         metrics = combined([found])
         tokens = state.tokens + collected.tokens
         # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted or
@@ -336,17 +342,19 @@ class Loop:
     def _evaluation(
         self, prompts: Sequence[Prompt], settings: EvalConfig | EvalSetConfig, stream: str, step: int
     ) -> Evaluation:
-        done = evaluate(
-            self.context.engine,
-            self.context.rewards,
-            prompts,
-            samples=settings.samples,
-            greedy=settings.greedy,
-            sampling=self.config.rollout.sampling,
-            seed=self.config.seed,
-            stream=stream,
-            version=self.context.optimizer.updates,
-        )
+        _, _, name = stream.partition("/")
+        with activity(("evaluation" if step else "first evaluation") + (f" on {name}" if name else "")):
+            done = evaluate(
+                self.context.engine,
+                self.context.rewards,
+                prompts,
+                samples=settings.samples,
+                greedy=settings.greedy,
+                sampling=self.config.rollout.sampling,
+                seed=self.config.seed,
+                stream=stream,
+                version=self.context.optimizer.updates,
+            )
         self.incidents.report_faults(step, self.context.rewards)
         return done
 
@@ -449,8 +457,7 @@ class Loop:
             return
         if self.config.model.build or self.config.cold_start.steps:
             with self.run_dir.writing("reference"):
-                weights = checkpoint.gather_weights(context.policy, context.ranks)
-                checkpoint.save_model(context.policy, self.run_dir.path / "reference", weights)
+                save_model(context.policy, self.run_dir.path / "reference", context.ranks)
         if context.ranks.several:  # a sharded model cannot be copied
             with context.ranks.together("load_reference"):
                 reference = load_reference(

@@ -115,16 +115,20 @@ def redacted_pieces(pieces: Sequence[str], secrets: Sequence[str]) -> list[str]:
     return shown
 
 
-def redacted_values(value: Any, secrets: Sequence[str] = (), *, secret: bool = False) -> Any:
-    """Nested values with secrets redacted from strings. All strings under a secret-sounding key are hidden."""
+def redacted_values(value: Any, secrets: Sequence[str] = (), *, secret: bool = False, by_name: bool = True) -> Any:
+    """Nested values with secrets redacted from strings.
+
+    All strings under a secret-sounding key are hidden, unless `by_name` is false."""
     if isinstance(value, Mapping):
         # Keys, too: a table by header or by address may hold a secret in its keys.
         return {
-            redacted(str(k), secrets): redacted_values(v, secrets, secret=secret or sounds_secret(str(k)))
+            redacted(str(k), secrets): redacted_values(
+                v, secrets, secret=secret or (by_name and sounds_secret(str(k))), by_name=by_name
+            )
             for k, v in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redacted_values(v, secrets, secret=secret) for v in value]
+        return [redacted_values(v, secrets, secret=secret, by_name=by_name) for v in value]
     if not isinstance(value, str):
         return value
     return HIDDEN if secret and value else redacted(value, secrets)

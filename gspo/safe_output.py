@@ -83,8 +83,9 @@ class AnsiStream(SafeStream):
         return len(text)
 
 
-def terminal() -> TextIO:
-    """Standard output for a display library. While it is active, other output is printed through that library too."""
+def terminal(stream: TextIO | None = None) -> TextIO:
+    """A stream, by default standard output, for a display library. While it is active, other output is printed through
+    that library too."""
+    stream = sys.stdout if stream is None else stream
     # `SafeStream` would strip the library's own escape sequences, so unwrap it first.
-    stream = sys.stdout.stream if isinstance(sys.stdout, SafeStream) else sys.stdout
-    return cast(TextIO, AnsiStream(stream))
+    return cast(TextIO, AnsiStream(stream.stream if isinstance(stream, SafeStream) else stream))

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import orjson
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gspo.model.load import Policy
     from gspo.rollout.engine import Engine
 
@@ -60,7 +62,7 @@ class Sampler:
         from safetensors.torch import load_file
 
         from gspo.errors import WeightSyncError
-        from gspo.learner.checkpoint import whole_weights
+        from gspo.model.save import whole_weights
         from gspo.ranks.group import ONE
 
         tensors, own = load_file(path), dict(whole_weights(self.policy, ONE))
@@ -75,14 +77,26 @@ class Sampler:
     def generate(self, prompts: list[Any], options: dict[str, Any]) -> Any:
         """Sample completions from the weights that were loaded last."""
         from gspo.ranks.codec import convert
+        from gspo.types import Prompt
+
+        return self._sample(self.engine.generate, convert(list[Prompt], prompts), options)
+
+    def extend(self, extensions: list[Any], options: dict[str, Any]) -> Any:
+        """Continue completions with the weights that were loaded last."""
+        from gspo.ranks.codec import convert
+        from gspo.rollout.engine import Extension
+
+        engine: Any = self.engine  # an `ExtendingEngine`, or the trainer would not ask
+        return self._sample(engine.extend, convert(list[Extension], extensions), options)
+
+    def _sample(self, call: Callable[..., Any], requests: Any, options: dict[str, Any]) -> Any:
+        from gspo.ranks.codec import convert
         from gspo.rollout.engine import DecodeStats
         from gspo.rollout.sampling_process import Sampled
-        from gspo.types import Prompt, Sampling
+        from gspo.types import Sampling
 
         before = self.engine.decoded or DecodeStats()
-        completions = self.engine.generate(
-            convert(list[Prompt], prompts), **options | {"sampling": convert(Sampling, options["sampling"])}
-        )
+        completions = call(requests, **options | {"sampling": convert(Sampling, options["sampling"])})
         spent = (self.engine.decoded or DecodeStats()) - before
         return Sampled(
             weights=self._weights,

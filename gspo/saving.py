@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from gspo import trust
+from gspo.activity import activity
 from gspo.context import RunContext
 from gspo.errors import CheckpointError
 from gspo.learner import checkpoint
@@ -45,17 +46,18 @@ class Saver:
         settings = self._config.checkpoint
         try:
             self._run_dir.check_held()
-            saved = checkpoint.save(
-                self._run_dir.checkpoints,
-                self._policy,
-                self._optimizer,
-                state,
-                keep=settings.keep,
-                ranks=self._ranks,
-                protected=self._protected(state.step),
-                batches=self.in_flight(state.step),
-                before_deletion=self.mark_best,
-            )
+            with activity("saving a checkpoint"):
+                saved = checkpoint.save(
+                    self._run_dir.checkpoints,
+                    self._policy,
+                    self._optimizer,
+                    state,
+                    keep=settings.keep,
+                    ranks=self._ranks,
+                    protected=self._protected(state.step),
+                    batches=self.in_flight(state.step),
+                    before_deletion=self.mark_best,
+                )
         except OSError as error:
             text = f"the checkpoint of step {state.step} could not be written ({error}); the previous one is intact"
             with suppress(OSError):

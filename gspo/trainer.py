@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo import trust
+from gspo.activity import activity
 from gspo.build import build_run, run_objective, with_dtype
 from gspo.callbacks import Callback, Callbacks
 from gspo.config import (
@@ -32,7 +33,7 @@ from gspo.config import (
 )
 from gspo.data.sources import check_file
 from gspo.errors import ConfigError, DiskError, GspoError, MemoryLimitError
-from gspo.evaluation import Estimate
+from gspo.evaluation import Estimate, MeanEstimate
 from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
 from gspo.learner.optimizer import TUNABLE
@@ -80,24 +81,34 @@ class Outcome:
     after: Estimate | None
     greedy: tuple[float, float] | None
     """Greedy accuracy at the start and at the end."""
+    reward: tuple[MeanEstimate, MeanEstimate] | None
+    """Mean held-out reward at the start and at the end; None if it was not measured or equals the accuracy."""
     evaluated_at: int
     """Step of the last evaluation."""
     best: Score | None
     """The score of the best checkpoint, if the run keeps it (`checkpoint.keep_best`)."""
+    best_metric: str
+    """What the score is: `eval.metric`."""
     unscored: int
     """Completions that could not be scored, in the steps of this process."""
     picture: Path | None
     seconds: float
 
 
+def check_recipe(config: Config) -> Objective:
+    """Refuse settings with which no run can start. Returns the objective of the run."""
+    check(config)
+    config = anchored(config)
+    for path in config.data_files:
+        check_file(path)
+    return run_objective(config)
+
+
 def train(config: Config, display: Display, ranks: Ranks = ONE, callbacks: Sequence[Callback] = ()) -> Outcome:
     """Start a new run. Of several ranks, this is what the leader does."""
     check_single_process(ranks)
-    check(config)
+    objective = check_recipe(config)
     config = with_dtype(anchored(config))
-    objective = run_objective(config)
-    for path in config.data_files:
-        check_file(path)
     run = RunDir.create(config)
     try:
         trust.remember(run.path, [*trust.all_code(config, [config.model.path]), *trust.objective_code(config)])
@@ -251,6 +262,7 @@ def _run(
         state = loop.run_from(begin)
         picture = _picture(run, display) if state.step and not stop else None
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
+        held_out_reward = held_out_rewards(run.path)
         early = None if loop.is_finished(state) else stop.reason
         run.event("stop", step=state.step, signal=stop.signal, **({"reason": early} if early else {}))
         listeners.end(state.step)
@@ -267,8 +279,10 @@ def _run(
         before=before,
         after=after,
         greedy=greedy,
+        reward=held_out_reward,
         evaluated_at=evaluated_at,
         best=loop.saver.best,
+        best_metric=config.eval.metric,
         unscored=loop.incidents.unscored,
         picture=picture,
         seconds=time.monotonic() - started,
@@ -278,7 +292,7 @@ def _run(
 def _picture(run: RunDir, display: Display) -> Path | None:
     """Plot the curves. A run that has no room for the image has still finished."""
     try:
-        with run.writing("curves.png"):
+        with run.writing("curves.png"), activity("drawing the curves"):
             return draw_curves(run.path)
     except DiskError as error:
         display.message(f"warning: {error}")
@@ -333,3 +347,15 @@ def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tupl
     )
     first, last = (r.get("eval/accuracy_greedy") for r in ends)
     return before, after, None if first is None or last is None else (first, last), records[-1]["step"]
+
+
+def held_out_rewards(run: Path) -> tuple[MeanEstimate, MeanEstimate] | None:
+    """Mean held-out reward at the first and the last evaluation; None if it was not measured or is the accuracy."""
+    records = [r for r in read_metrics(run) if r.get("eval/reward") is not None]
+    if all(r["eval/reward"] == r.get("eval/accuracy") for r in records):
+        return None
+    first, last = (
+        MeanEstimate(value=r["eval/reward"], low=r.get("eval/reward_low"), high=r.get("eval/reward_high"))
+        for r in (records[0], records[-1])
+    )
+    return first, last

@@ -39,6 +39,9 @@ class StopReason(StrEnum):
     """Its text contains a stop string, which is part of the completion and is trained on."""
     LENGTH = "length"
     """It was truncated at the token limit."""
+    CUT = "cut"
+    """It has not ended: one call sampled as many tokens as it was allowed to, and a later call continues it. No
+    completion that is scored has this reason."""
 
 
 class Status(StrEnum):
@@ -83,6 +86,19 @@ class Turn:
     """The names of the tools that it called."""
     failed_calls: int = 0
     """Calls that were malformed, or whose arguments or tool raised an error. The model has seen the error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A run of tokens of a conversation that were read one after the other. A chat template that rewrites earlier
+    turns begins another branch, which shares the tokens before the first change."""
+
+    start: int
+    """Index of its first own token in `Completion.token_ids`."""
+    parent: int
+    """Index of the branch whose beginning it shares; -1 for the first, which begins with the prompt."""
+    shared: int
+    """How many tokens of the prompt and of its parent come before its own; 0 for the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +174,25 @@ class Routes:
     """The experts the sampling engine routed a sequence to, packed as [tokens, layers, top_k] in C order."""
 
     experts: bytes
-    """One entry for every token of prompt and completion except the last, which no forward pass has read."""
+    """One entry for every token of prompt and completion except the last, which no forward pass has read. Those of the
+    last tokens of other branches mean nothing."""
     layers: int
     """Number of MoE layers; dense layers are not counted."""
     top_k: int
     width: int
     """Bytes per expert index: 1 or 2 (little-endian)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive tokens of a completion that the same weights sampled."""
+
+    start: int
+    """Index of its first token in `Completion.token_ids`."""
+    end: int
+    """Index after its last token."""
+    version: int
+    """Number of optimizer steps behind the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +223,13 @@ class Completion:
     """Whether `Sampling.thinking_end` was inserted because the thinking budget was spent."""
     conversation: Conversation | None = None
     """Its turns, if an environment answered the model; `None` for a single turn without an environment."""
+    branches: tuple[Branch, ...] = ()
+    """How `token_ids` follow each other if the chat template has rewritten earlier turns; empty if each token follows
+    the one before it. All branches are one sequence, and each of its sampled tokens occurs once in `token_ids`."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled) in (0, len(self.token_ids))
+        assert all(b.parent < i and b.start <= len(self.token_ids) for i, b in enumerate(self.branches))
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
@@ -207,6 +240,19 @@ class Completion:
     def sampled_count(self) -> int:
         """How many tokens the model sampled: those that are trained on and count toward limits and budgets."""
         return sum(self.sampled) if self.sampled else len(self.token_ids)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Which weights sampled which tokens, in order; they cover all tokens."""
+        spans = self.spans or ((self.version, 0),)
+        ends = [first for _, first in spans[1:]] + [len(self.token_ids)]
+        return tuple(Segment(start=first, end=end, version=v) for (v, first), end in zip(spans, ends, strict=True))
+
+    @property
+    def sampled_by_version(self) -> tuple[tuple[int, int], ...]:
+        """How many of `sampled_ids` each version of the weights has sampled, in order: (version, number)."""
+        parts = [(s.version, self.sampled[s.start : s.end], s.end - s.start) for s in self.segments]
+        return tuple((version, sum(own) if self.sampled else length) for version, own, length in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +292,28 @@ class Group:
     def uniform(self) -> bool:
         """Whether all scored completions have the same reward, so the reward gives the group no learning signal."""
         return equal_rewards([score.reward for score in self.scores if score.reward is not None])
+
+
+def branch_paths(prompt: int, tokens: int, branches: Sequence[Branch]) -> list[list[int]]:
+    """What the model reads in each branch, as indices into the prompt and the completion after it. `prompt` and
+    `tokens` are their lengths."""
+    if not branches:
+        return [list(range(prompt + tokens))]
+    ends = [*(branch.start for branch in branches[1:]), tokens]
+    paths: list[list[int]] = []
+    for branch, end in zip(branches, ends, strict=True):
+        if branch.parent < 0:
+            paths.append(list(range(prompt + end)))
+        else:
+            paths.append([*paths[branch.parent][: branch.shared], *range(prompt + branch.start, prompt + end)])
+    return paths
+
+
+def branch_ids(prompt_ids: Sequence[int], completion: Completion) -> list[tuple[int, ...]]:
+    """The tokens that the model reads in each branch of a completion, from the prompt on."""
+    ids = (*prompt_ids, *completion.token_ids)
+    paths = branch_paths(len(prompt_ids), len(completion.token_ids), completion.branches)
+    return [tuple(ids[i] for i in path) for path in paths]
 
 
 def without_columns(groups: Sequence[Group]) -> tuple[Group, ...]:

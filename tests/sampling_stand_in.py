@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from gspo.rollout.engine import DecodeStats
 from gspo.rollout.sampling_process import Sampled, SamplingProcess
 from gspo.sampler import Sampler
 from gspo.step import learn
-from gspo.types import Completion, Prompt
+from gspo.types import Completion
 
 
 class StandIn(SamplingProcess):
@@ -48,15 +48,19 @@ class StandIn(SamplingProcess):
             self._folder = Path(tempfile.mkdtemp(prefix="gspo-test-weights-"))
             self._sampler.build(**{key: value for key, value in self._start.items() if key != "command"})
 
-    def _generate(self, name: str, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[list[Completion]]:
+    def _sample(self, name: str, command: Mapping[str, Any], count: int) -> list[list[Completion]]:
         sampler = self._sampler
         if sampler is None:
             raise EngineError("the sampling process was closed")
         sampler.load(name, str(self._file(name)))
-        self.loaded.append((options["stream"], {k: w.clone() for k, w in sampler.policy.model.named_parameters()}))
+        extensions = command.get("extensions")
+        streams = {command["options"]["stream"]} if extensions is None else {e.stream for e in extensions}
+        weights = {k: w.clone() for k, w in sampler.policy.model.named_parameters()}
+        self.loaded += [(stream, weights) for stream in sorted(streams)]
         time.sleep(self.delays.uniform(0, self.longest_s))
-        sent = orjson.loads(encode({"prompts": list(prompts), "options": dict(options)}))
-        answer: Sampled = convert(Sampled, orjson.loads(encode(sampler.generate(**sent))))
+        sent = orjson.loads(encode(command))
+        called = getattr(sampler, sent.pop("command"))
+        answer: Sampled = convert(Sampled, orjson.loads(encode(called(**sent))))
         assert answer.weights == name
         self.decoded += DecodeStats(steps=answer.steps, rows=answer.rows)
         return [list(group) for group in answer.completions]

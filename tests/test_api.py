@@ -314,7 +314,7 @@ def test_evaluate_a_run_with_its_own_function(tmp_path: Path) -> None:
     run = trained(tmp_path / "run")
     result = run.evaluate(k=[1, 2], greedy=True)
     assert result.problems == 4
-    assert {"avg@1", "avg@2", "pass@1", "pass@2", "greedy"} == set(result.numbers)
+    assert {"avg@1", "avg@2", "pass@1", "pass@2", "greedy", "reward"} == set(result.numbers)
     assert result.accuracy == result["pass@1"]
     assert len(result.completions) == 8
     assert "pass@2" in repr(result)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from gspo.cli import main
 from gspo.config import Config
-from gspo.evaluation import Evaluation, evaluate
+from gspo.evaluation import Evaluation, MeanEstimate, evaluate
 from gspo.rollout.local.states import KVCacheState
 from gspo.trainer import train
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
@@ -66,6 +68,25 @@ def test_intervals_contain_the_value_and_keep_a_width_at_the_ends() -> None:
     assert 0.8 < certain.low < 0.9
     half = evaluation(*["+", "-"] * 50).accuracy
     assert (half.low, half.high) == (pytest.approx(0.404, abs=1e-3), pytest.approx(0.596, abs=1e-3))
+
+
+def test_the_reward_has_a_t_interval_over_problems() -> None:
+    """The mean of each problem counts once, however many of its completions could be scored."""
+    unscored = evaluation("??", "?", "??", "?").groups
+    rewards = [(0.0, 0.5), (0.75,), (1.0,), ()]
+    groups = [
+        dataclasses.replace(group, scores=[*scored, *group.scores[len(scored) :]])
+        for group, values in zip(unscored, rewards, strict=True)
+        for scored in [[Score(status=Status.SCORED, reward=value, correct=False) for value in values]]
+    ]
+    result = Evaluation(groups=groups)
+    means = [0.25, 0.75, 1.0]
+    half = 4.3027 * statistics.stdev(means) / math.sqrt(3)
+    assert result.accuracy.value == 0.0
+    assert result.reward.value == pytest.approx(2 / 3)
+    assert (result.reward.low, result.reward.high) == (pytest.approx(2 / 3 - half), pytest.approx(2 / 3 + half))
+    assert evaluation("+", "+").reward == MeanEstimate(value=1.0)  # equal values tell nothing about the spread
+    assert math.isnan(evaluation("??").reward.value)
 
 
 def test_a_run_with_custom_model_sizes_is_evaluated(

@@ -19,6 +19,7 @@ from gspo.cli import main
 from gspo.commands.arguments import checkpoint_of
 from gspo.config import Config, check, override, to_toml
 from gspo.errors import ConfigError
+from gspo.evaluation import MeanEstimate
 from gspo.learner import checkpoint
 from gspo.record.held_out import Score, best, best_step, scores, without_gain
 from gspo.record.retention import extra_checkpoints, most_checkpoints
@@ -38,15 +39,16 @@ def saved_steps(run: Path) -> list[int]:
 
 
 @contextmanager
-def accuracies(values: Sequence[float]) -> Iterator[None]:
-    """The n-th step, from 0, has the n-th accuracy."""
+def accuracies(values: Sequence[float], rewards: Sequence[float] = ()) -> Iterator[None]:
+    """The n-th step, from 0, has the n-th accuracy and reward."""
 
     def evaluated(loop: Any, state: Any) -> Mapping[str, Any]:
         if state.step % loop.config.eval.every:
             return {}
         value = values[state.step]
         interval = {"eval/accuracy_low": value - 0.01, "eval/accuracy_high": value + 0.01}
-        return {"eval/accuracy": value, "eval/accuracy_greedy": 0.5, **interval}
+        reward = {"eval/reward": rewards[state.step]} if rewards else {}
+        return {"eval/accuracy": value, "eval/accuracy_greedy": 0.5, **interval, **reward}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gspo.loop.Loop, "_evaluate", evaluated)
@@ -119,6 +121,15 @@ def test_greedy_accuracy_may_decide(tiny: Callable[..., Config], display: Any) -
         train(config, display)
     assert json.loads((run_of(config) / "best.json").read_text())["metric"] == "eval/accuracy_greedy"
     assert best_step(run_of(config)) == 0
+
+
+def test_the_held_out_reward_may_decide(tiny: Callable[..., Config], display: Any) -> None:
+    """Accuracy falls, and partial credit rises."""
+    config = tiny(*KEEP_BEST, "steps=2", "eval.metric=reward", "eval.greedy=false")
+    with accuracies([0.3, 0.2, 0.1], rewards=[0.1, 0.2, 0.3]):
+        outcome = train(config, display)
+    assert best_step(run_of(config)) == 2
+    assert outcome.reward == (MeanEstimate(value=0.1), MeanEstimate(value=0.3))
 
 
 def test_commands_take_the_best_checkpoint(

@@ -42,7 +42,7 @@ class EvaluationResult:
     unscored: int
     """Completions without a verdict, which are excluded."""
     numbers: Mapping[str, Estimate]
-    """`avg@k`, `pass@k` and `greedy`, each with its 95 % interval."""
+    """`avg@k`, `pass@k`, `reward` and `greedy`, each with its 95 % interval."""
     completions: Sequence[Mapping[str, Any]]
     """Every completion with its prompt, reward and verdict."""
     text: str

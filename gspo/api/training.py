@@ -7,12 +7,14 @@ with a recipe of the same settings, so every command works on it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gspo import config as settings_of
+from gspo.activity import activity
 from gspo.api import inputs
 from gspo.api.inputs import Inputs
 from gspo.api.rewards import Rewards, locate
@@ -23,6 +25,7 @@ from gspo.commands.command import quiet_libraries
 from gspo.config import Config
 from gspo.errors import ConfigError
 from gspo.objectives.objective import Objective
+from gspo.record.progress import Display, make_display
 from gspo.record.run_dir import run_path
 from gspo.reward import in_process
 
@@ -277,21 +280,18 @@ def _start(arguments: Arguments, callbacks: Sequence[Callback], *, progress: boo
         raise ConfigError(
             f"{WHERE}: {run} already holds a run; continue it with resume=True, or choose another run_dir"
         )
-    quiet_libraries()
-    from gspo.record.progress import make_display
-    from gspo.trainer import train as train_run
-
-    display = make_display() if progress else Silent()
-    for note in prepared.rewards.notes:
-        display.message(note)
     try:
-        with in_process.given(prepared.rewards.own):
+        with _display(progress) as display, in_process.given(prepared.rewards.own):
+            from gspo.trainer import train as train_run
+
+            for note in prepared.rewards.notes:
+                display.message(note)
             prepared.inputs.write(run / inputs.FOLDER)
             outcome = train_run(config, display, callbacks=callbacks)
     finally:
         if not (run / "config.toml").exists():
             inputs.remove(run)
-    return _finished(Run(run, outcome=outcome, rewards=prepared.rewards.own), display)
+    return _finished(Run(run, outcome=outcome, rewards=prepared.rewards.own), progress)
 
 
 def _resume(path: Path, arguments: Arguments, callbacks: Sequence[Callback], *, progress: bool, trust_run: bool) -> Run:
@@ -304,16 +304,13 @@ def _resume(path: Path, arguments: Arguments, callbacks: Sequence[Callback], *, 
     prepared.inputs.check_same(path / inputs.FOLDER, where=WHERE)
     changed = _changed(prepared, stored)
     steps = changed.pop("steps", None)
-    quiet_libraries()
-    from gspo.record.progress import make_display
-    from gspo.trainer import resume as resume_run
+    with _display(progress) as display, in_process.given(prepared.rewards.own):
+        from gspo.trainer import resume as resume_run
 
-    display = make_display() if progress else Silent()
-    for note in prepared.rewards.notes:
-        display.message(note)
-    with in_process.given(prepared.rewards.own):
+        for note in prepared.rewards.notes:
+            display.message(note)
         outcome = resume_run(path, display, steps=steps, settings=changed, trust_run=trust_run, callbacks=callbacks)
-    return _finished(Run(path, outcome=outcome, rewards=prepared.rewards.own), display)
+    return _finished(Run(path, outcome=outcome, rewards=prepared.rewards.own), progress)
 
 
 def _changed(prepared: Prepared, stored: Config) -> Pairs:
@@ -326,12 +323,24 @@ def _changed(prepared: Prepared, stored: Config) -> Pairs:
     return {k: v for k, v in given.items() if k != "run_dir" and (k not in before or before[k] != v)}
 
 
-def _finished(run: Run, display: Any) -> Run:
+@contextmanager
+def _display(progress: bool) -> Iterator[Display]:
+    """Show the progress, also while the libraries are imported."""
+    with closing(make_display() if progress else Silent()) as display:
+        with activity("importing torch and transformers"):
+            quiet_libraries()
+        yield display
+
+
+def _finished(run: Run, progress: bool) -> Run:
+    """Say how to continue a run that was stopped."""
     outcome = run.outcome
     assert outcome is not None
+    if not progress:
+        return run
     if outcome.stopped_by is not None or outcome.stop_reason is not None:
         why = f" ({outcome.stop_reason})" if outcome.stop_reason else ""
-        display.message(
+        print(
             f"Stopped after step {outcome.step} of {outcome.steps}{why}. Continue with: "
             f"gspo.train(resume={str(run.path)!r}, ...)"
         )

@@ -31,7 +31,7 @@ def given_settings(options: argparse.Namespace) -> list[str]:
     return [f"{key}={value}" for key, value in common.items() if value is not None]
 
 
-def add_trust_run(parser: argparse.ArgumentParser) -> None:
+def add_trust_run(parser: argparse._ActionsContainer) -> None:
     """Add `--trust-run`."""
     parser.add_argument(
         "--trust-run",
@@ -41,7 +41,7 @@ def add_trust_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint(parser: argparse._ActionsContainer) -> None:
     """Add `--checkpoint`."""
     parser.add_argument(
         "--checkpoint",

@@ -23,13 +23,14 @@ from gspo.config import Config
 from gspo.data.sources import check_file
 from gspo.errors import ConfigError, GspoError
 from gspo.record import run_format
+from gspo.record.progress import life_signs
 from gspo.record.run_dir import replace_text, writing
 from gspo.redact import known_secrets, redacted
 from gspo.types import Prompt
 
 # At run time torch is imported only once a command needs it: `gspo --help` and `gspo watch` start without it.
 if TYPE_CHECKING:
-    from gspo.evaluation import Estimate, Evaluation
+    from gspo.evaluation import Estimate, Evaluation, MeanEstimate
     from gspo.rollout.engine import Engine
     from gspo.rollout.gather import Scorer
 
@@ -140,7 +141,7 @@ def evaluate_model(
         known = ", ".join(config.eval.sets) or "none"
         raise ConfigError(f"--set: the settings have no eval.sets.{set_name}; there are: {known}")
     _check_trust(model, config, recipe, trust_run)
-    with ExitStack() as stack:
+    with life_signs(), ExitStack() as stack:
         prompts, engine, rewards = _eval_components(config, stack, _Wanted(data is None, set_name, limit))
         sampling = config.rollout.sampling
         # The random streams of the evaluations during a run.
@@ -313,6 +314,7 @@ def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Es
     )
     for name, estimate in numbers.items():
         print(f"  {name:<8} {estimate}")
+    print(f"  {'reward':<8} {evaluation.reward}")
     if samples > 1:
         print(f"  avg@k uses the first k completions of a problem; pass@k is estimated from all {samples}")
     if evaluation.unscored:
@@ -323,7 +325,8 @@ def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Es
 def _write_numbers(
     path: Path, config: Config, evaluation: Evaluation, numbers: dict[str, Estimate], samples: int
 ) -> None:
-    values = {name: dataclasses.asdict(estimate) for name, estimate in numbers.items()}
+    estimates: dict[str, Estimate | MeanEstimate] = {**numbers, "reward": evaluation.reward}
+    values = {name: dataclasses.asdict(estimate) for name, estimate in estimates.items()}
     record = {
         "model": config.model.path,
         "problems": len(evaluation.groups),

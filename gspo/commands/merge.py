@@ -39,8 +39,8 @@ def merge(source: str, out: str, *, which: str = "newest") -> tuple[Path, Path]:
     """Write the merged model to `out`, in the precision of the adapter. Returns the adapter's directory and `out`.
 
     Of a run it takes the checkpoint `which`: newest, best or a step."""
-    from gspo.learner import checkpoint
     from gspo.model.load import load_policy, load_tokenizer
+    from gspo.model.save import save_model
 
     directory = _adapter_dir(Path(source), which)
     target = Path(out)
@@ -55,7 +55,7 @@ def merge(source: str, out: str, *, which: str = "newest") -> tuple[Path, Path]:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        checkpoint.save_model(policy, partial)
+        save_model(policy, partial)
         partial.replace(target)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -8,10 +8,12 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo import config
+from gspo.activity import activity
 from gspo.cluster.connect import membership
 from gspo.commands.arguments import add_run_options, add_trust_run, given_settings, settings_help
 from gspo.commands.command import Command, quiet_libraries
@@ -56,6 +58,8 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
         check_count(options.nproc)
         if options.nproc > 1:
+            # Before ranks start, which takes seconds, so that a mistake is reported immediately, and once.
+            config.check_number_of_ranks(_given_config(options, overrides), options.nproc)
             return launch(options.nproc)
     if is_follower():
         # The leader reads the recipe and reports what is wrong with it, once.
@@ -92,6 +96,14 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError("train: give a recipe (a .toml file), or --resume RUN")
 
 
+def _given_config(options: argparse.Namespace, overrides: list[str]) -> Config:
+    """The settings of the run that these arguments start or resume, for a launcher of ranks."""
+    _check_options(options)
+    if options.resume:
+        return _settings_of(options.resume, overrides)
+    return config.load(options.recipe, given_settings(options) + overrides)
+
+
 RESTARTS = 2
 """The default of `--restarts`."""
 
@@ -110,13 +122,11 @@ def _launch_on_cluster(options: argparse.Namespace, overrides: list[str]) -> int
     if world_size() > 1:
         raise ConfigError("--cluster: a launcher has already started several processes (WORLD_SIZE); unset WORLD_SIZE")
     check_address(options.cluster)
-    _check_options(options)
+    settings = _given_config(options, overrides)
     arguments = without_options(sys.argv[1:], ("--nproc", "--cluster", "--restarts"))
     if options.resume:
-        settings = _settings_of(options.resume, overrides)
         run = Path(options.resume)
     else:
-        settings = config.load(options.recipe, given_settings(options) + overrides)
         run = run_path(settings)
         # Named here, because the run is resumed by its name, and a default name has the time in it.
         arguments = [*without_options(arguments, ("--run-dir",)), "--run-dir", str(run)]
@@ -138,28 +148,36 @@ def train_recipe(recipe: str, options: argparse.Namespace, overrides: list[str])
     """Start a run and report how it ended."""
     # Before torch is imported, which takes seconds, so that a mistake in a setting is reported immediately.
     settings = config.load(recipe, given_settings(options) + overrides)
-    quiet_libraries()
-    from gspo.ranks.start import join_ranks
     from gspo.record.progress import make_display
-    from gspo.trainer import train
 
-    with join_ranks(settings.ranks.timeout_s) as ranks:
-        return _report(train(settings, make_display(), ranks))
+    with closing(make_display()) as display:
+        with activity("importing torch and transformers"):
+            quiet_libraries()
+            from gspo.ranks.start import join_ranks
+            from gspo.trainer import check_recipe, train
+
+        check_recipe(settings)  # before it waits for the other ranks
+        with join_ranks(settings.ranks.timeout_s) as ranks:
+            outcome = train(settings, display, ranks)
+    return _report(outcome)
 
 
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
-    quiet_libraries()
-    from gspo.ranks.start import join_ranks
     from gspo.record.progress import make_display
-    from gspo.trainer import resume
 
-    timeout = RanksConfig().timeout_s
-    if world_size() > 1:  # the ranks need it before the leader opens the run
-        timeout = _settings_of(options.resume, [o for o in overrides if o.startswith("--ranks.")]).ranks.timeout_s
-    with join_ranks(timeout) as ranks:
-        display = make_display()
-        given = {"steps": options.steps, "overrides": overrides, "trust_run": options.trust_run}
-        return _report(resume(options.resume, display, **given, ranks=ranks))
+    with closing(make_display()) as display:
+        with activity("importing torch and transformers"):
+            quiet_libraries()
+            from gspo.ranks.start import join_ranks
+            from gspo.trainer import resume
+
+        timeout = RanksConfig().timeout_s
+        if world_size() > 1:  # the ranks need it before the leader opens the run
+            timeout = _settings_of(options.resume, [o for o in overrides if o.startswith("--ranks.")]).ranks.timeout_s
+        with join_ranks(timeout) as ranks:
+            given = {"steps": options.steps, "overrides": overrides, "trust_run": options.trust_run}
+            outcome = resume(options.resume, display, **given, ranks=ranks)
+    return _report(outcome)
 
 
 def _settings_of(run: str, overrides: Sequence[str]) -> Config:
@@ -233,8 +251,13 @@ def _report_accuracy(outcome: Outcome) -> None:
         print(f"  after   {outcome.after}   ({gain:+.1f} points)")
         if outcome.greedy:
             print(f"  greedy  {outcome.greedy[0]:.1%} before, {outcome.greedy[1]:.1%} after")
+    if outcome.reward and not outcome.evaluated_at:
+        print(f"Mean held-out reward: {outcome.reward[0]}")
+    elif outcome.reward:
+        print(f"  reward  {outcome.reward[0]} before, {outcome.reward[1]} after")
     if outcome.best:
-        score = f"{outcome.best.value:.1%}"
+        form = ".3f" if outcome.best_metric == "reward" else ".1%"
+        score = format(outcome.best.value, form) + (" reward" if outcome.best_metric == "reward" else "")
         print(f"Best checkpoint: step {outcome.best.step} with {score}; the best of several scores is biased upward.")
 
 

@@ -4,7 +4,13 @@
 `toml.py` writes a config back as TOML.
 """
 
-from gspo.config.checks import check, check_number_of_ranks, check_single_process, problem_sections
+from gspo.config.checks import (
+    check,
+    check_number_of_ranks,
+    check_single_process,
+    check_without_problems,
+    problem_sections,
+)
 from gspo.config.load import (
     anchored,
     find_recipe,
@@ -71,6 +77,7 @@ __all__ = [
     "check",
     "check_number_of_ranks",
     "check_single_process",
+    "check_without_problems",
     "differing",
     "field_docs",
     "find_recipe",

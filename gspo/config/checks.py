@@ -33,6 +33,15 @@ def check(config: Config) -> None:
     _check_controls(config)
 
 
+def check_without_problems(config: Config) -> None:
+    """The same for settings under which a model only samples, so that they name no problems and no rewards."""
+    _check_secrets(config)
+    _check_ranges(config)
+    _check_effects(config)
+    _check_sampling(config)
+    _check_model(config)
+
+
 def _check_data(config: Config) -> None:
     data = config.data
     for key, section in problem_sections(config):
@@ -74,6 +83,7 @@ def _check_sampling(config: Config) -> None:
             f"rollout.min_tokens: {rollout.min_tokens} is more than rollout.max_tokens = {rollout.max_tokens}; lower "
             "it, or raise rollout.max_tokens"
         )
+    _check_spans(config)
     if not rollout.thinking_budget:
         return
     if rollout.thinking_budget >= rollout.max_tokens:
@@ -88,6 +98,28 @@ def _check_sampling(config: Config) -> None:
         raise ConfigError(
             f"rollout.stop: {ends!r} is part of rollout.thinking_end, so a completion would end with its thinking; "
             "remove it, or set rollout.thinking_budget = 0"
+        )
+
+
+def _check_spans(config: Config) -> None:
+    """Check what completions that are cut and continued need."""
+    rollout = config.rollout
+    if not rollout.span_tokens:
+        return
+    if rollout.max_lag < 2:
+        raise ConfigError(
+            f"rollout.span_tokens: with rollout.max_lag = {rollout.max_lag} there is no second turn before a batch is "
+            "trained on; set rollout.max_lag to at least 2, or span_tokens = 0"
+        )
+    if rollout.span_tokens >= rollout.max_tokens:
+        raise ConfigError(
+            f"rollout.span_tokens: {rollout.span_tokens} is not less than rollout.max_tokens = {rollout.max_tokens}, "
+            "so no completion would be cut; lower it, or set it to 0"
+        )
+    if config.data.sampling == "difficulty":
+        raise ConfigError(
+            'rollout.span_tokens: data.sampling = "difficulty" chooses problems by the batch before, which is still '
+            'being sampled; set data.sampling = "uniform", or span_tokens = 0'
         )
 
 
@@ -216,7 +248,7 @@ def _check_controls(config: Config) -> None:
         return
     if not (config.checkpoint.keep_best or config.eval.patience):
         raise ConfigError("eval.metric: has no effect without checkpoint.keep_best or eval.patience; leave it out")
-    if not config.eval.greedy:
+    if config.eval.metric == "accuracy_greedy" and not config.eval.greedy:
         raise ConfigError(f'eval.metric: "{config.eval.metric}" is measured only with eval.greedy = true; set it')
 
 

@@ -266,6 +266,11 @@ class RolloutConfig:
     and trains in turns. With `k`, sampling runs in a process of its own at the same time as training: the batch of step
     t is always sampled from the weights after step t - 1 - k, or from the first ones, whatever takes longer
     (docs/asynchronous.md)."""
+    span_tokens: Annotated[NonNegative, OnlyWith("rollout.max_lag")] = 0
+    """With `max_lag` of at least 2: sample a batch in turns, each with the weights of the next step. A completion gets
+    at most this many tokens in each turn but the last, and is continued by the newer weights. So long completions share
+    their turns with the next batches, and their later tokens are younger. The length of a turn is counted in tokens,
+    so results do not depend on timing (docs/asynchronous.md). `0` samples every batch from a single version."""
     sampler_device: Annotated[str, OnlyWith("rollout.max_lag")] = ""
     """Device of the sampling process, for example `cuda:1`. If empty, the learner's device (`model.device`), which then
     holds two copies of the weights."""
@@ -303,10 +308,11 @@ class EnvironmentConfig:
     tool_format: Annotated[Literal["auto", "hermes", "llama", "gpt_oss", "call"], OnlyWith("environment.name")] = "auto"
     """How the model writes tool calls: `hermes` (`<tool_call>` with JSON: Qwen, Hermes), `llama` (a JSON object),
     `gpt_oss` (harmony channels) or `call` (`name(text)`, for tiny models). `auto` takes it from the chat template."""
-    rewritten_history: Annotated[Literal["refuse", "verbatim"], OnlyWith("environment.name")] = "refuse"
-    """What to do if the chat template would change what the model wrote in earlier turns, for example drop its
-    thinking. `refuse` stops the run before training. `verbatim` continues each conversation with the sampled tokens
-    as they are; a server that applies the template would show the model something else."""
+    rewritten_history: Annotated[Literal["branch", "verbatim", "refuse"], OnlyWith("environment.name")] = "branch"
+    """What to do if the chat template changes what was written in earlier turns, for example drops the model's
+    thinking. `branch` continues with what the template writes, as a server does, and trains on each turn in the context
+    that it was sampled in. `verbatim` continues with the sampled tokens as they are, which a server would not do.
+    `refuse` stops the run before training."""
     processes: Annotated[int, Range(low=1), OnlyWith("environment.name")] = 8
     """Maximum number of calls of the environment that are answered at the same time. Every conversation has a process
     of its own."""
@@ -319,6 +325,10 @@ class EnvironmentConfig:
     """How long the others wait for a call of the environment, in seconds. Conversations whose calls take longer join a
     later round of sampling, so a slow tool does not stall the others. Which round a conversation is in changes nothing
     but rounding."""
+    variables: Annotated[tuple[str, ...], OnlyWith("environment.name")] = ()
+    """Names of environment variables that the environment needs, such as the API key of a search engine. Besides them,
+    its process gets only those that programs need to run (`PATH`, `HOME`, `PYTHONPATH`, ...), and no keys of the
+    trainer."""
     memory_mb: Annotated[int, Range(low=0), OnlyWith("environment.name")] = 1024
     """Memory limit of a conversation's process, in MB, in addition to what loading the environment took. `0` disables
     it."""
@@ -451,7 +461,7 @@ class EvalConfig:
     """Sampled completions per held-out problem."""
     greedy: bool = True
     """Also measure accuracy with greedy decoding."""
-    metric: Literal["accuracy", "accuracy_greedy"] = "accuracy"
+    metric: Literal["accuracy", "accuracy_greedy", "reward"] = "accuracy"
     """Held-out metric that decides which checkpoint is the best (`checkpoint.keep_best`) and when to stop early
     (`eval.patience`)."""
     patience: Annotated[NonNegative, OnlyWith("eval.every")] = 0

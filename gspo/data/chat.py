@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,9 +37,18 @@ LONGEST = 1 << 24
 _BROKEN = "the chat template cannot be read"
 
 
-def render(content: str | Messages, tokenizer: Any, *, chat: Chat) -> Rendered:
-    """The text the model sees and its token ids. Raises `DataError` if the chat template refuses the messages."""
-    rendered = _render([content], tokenizer, chat, _templated)[0]
+def render(
+    content: str | Messages,
+    tokenizer: Any,
+    *,
+    chat: Chat,
+    tools: Sequence[dict[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> Rendered:
+    """The text the model sees and its token ids. Raises `DataError` if the chat template refuses the messages.
+    `variables` are passed to the template."""
+    options = dict(variables or {}) | ({"tools": list(tools)} if tools else {})
+    rendered = _render([content], tokenizer, chat, partial(_templated, options=options))[0]
     if isinstance(rendered, DataError):
         raise rendered
     return rendered
@@ -124,12 +133,11 @@ def _no_template(tokenizer: Any, chat: Chat) -> str:
     )
 
 
-def _templated(chats: list[Messages], tokenizer: Any) -> Templated:
-    return [_one(chat, tokenizer) for chat in chats]
+def _templated(chats: list[Messages], tokenizer: Any, options: Mapping[str, Any]) -> Templated:
+    return [_one(chat, tokenizer, options) for chat in chats]
 
 
-def _one(chat: Messages, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> str | DataError:
-    options = {"tools": list(tools)} if tools else {}
+def _one(chat: Messages, tokenizer: Any, options: Mapping[str, Any]) -> str | DataError:
     try:
         text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
     except MemoryError:
@@ -179,7 +187,7 @@ def _render_as_child(chats: list[Messages], tokenizer: Any, tools: Sequence[dict
             for chat in chats:
                 # The limit counts the whole process, so it is raised before each chat.
                 _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + MOST_SECONDS)
-                done = _one(chat, tokenizer, tools)
+                done = _one(chat, tokenizer, {"tools": list(tools)} if tools else {})
                 out.write(json.dumps([isinstance(done, DataError), str(done)]) + "\n")
                 out.flush()
     finally:

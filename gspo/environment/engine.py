@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gspo.activity import activity
 from gspo.config import EnvironmentConfig
 from gspo.environment.conversation import Transcript
 from gspo.environment.host import Answer, EnvironmentHost
@@ -47,6 +48,7 @@ class ConversationEngine:
         config: EnvironmentConfig,
         tool_format: str,
         openings: Openings,
+        instruct: Callable[[Prompt, str | Messages], str | Messages],
         positions: int | None,
     ) -> None:
         self._engine = engine
@@ -55,6 +57,7 @@ class ConversationEngine:
         self._config = config
         self._format = tool_format
         self._openings = openings
+        self._instruct = instruct
         self._positions = positions
         self._texts = EngineContext(model=None, tokenizer=template.tokenizer, stop_ids=()).texts
 
@@ -97,7 +100,13 @@ class ConversationEngine:
             options = {"seed": seed, "stream": stream, "version": version, "routes": routes}
             return self._sample_turns(ready, samples, sampling, options)
 
-        self._converse(transcripts, f"{seed}/{stream}", sample_turns)
+        with activity("conversations", total=len(transcripts)) as doing:
+
+            def sample_counted(ready: Sequence[Transcript]) -> list[Completion]:
+                doing.done = sum(t.end is not None for t in transcripts)
+                return sample_turns(ready)
+
+            self._converse(transcripts, f"{seed}/{stream}", sample_counted)
         texts = self._texts([t.token_ids for t in transcripts])
         done = [t.completion(text) for t, text in zip(transcripts, texts, strict=True)]
         return [done[i : i + samples] for i in range(0, len(done), samples)] if samples else [[] for _ in prompts]
@@ -199,9 +208,22 @@ class ConversationEngine:
         elif transcript.seconds > self._config.max_seconds:
             transcript.end = ConversationEnd.TIME
         else:
-            call = result["calls"][0] if result["calls"] else ""
-            ids = self._template.token_ids(result["messages"], ended=transcript.ended, call=call)
-            transcript.observe(ids)
+            self._continue(transcript, result["messages"], call=result["calls"][0] if result["calls"] else "")
+
+    def _continue(self, transcript: Transcript, messages: Messages, *, call: str) -> None:
+        """Add an observation, and if the template then writes earlier turns otherwise, continue with what it writes."""
+        messages = self._template.harmless(messages)
+        end, after = self._template.written(messages, call=call)
+        if transcript.ended:
+            transcript.end_turn(end)
+        else:
+            after = end + after
+        transcript.messages += messages
+        rewritten = self._template.rewritten(transcript.messages, transcript.text, after)
+        if rewritten is None:
+            transcript.observe(after, self._template.tokenize)
+        else:
+            transcript.rewrite(rewritten, self._template.tokenize)
 
     # ---- one round of sampling
 
@@ -245,6 +267,9 @@ class ConversationEngine:
             transcript.fail(
                 "invalid: environment: reset began the same row differently than before; take randomness from self.rng"
             )
+            return
+        begun = self._instruct(transcript.prompt, content)
+        transcript.messages = [{"role": "user", "content": begun}] if isinstance(begun, str) else list(begun)
 
 
 def fingerprint(value: Any) -> str:

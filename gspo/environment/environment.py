@@ -23,7 +23,16 @@ from typing import Any
 
 from gspo.environment import environments
 from gspo.environment.tool_calls import Parsed, ToolCall
-from gspo.environment.tools import ToolError, ToolUnavailable, call, marked_tools, only_argument, schema
+from gspo.environment.tools import (
+    LONGEST_RESULT,
+    ToolError,
+    ToolUnavailable,
+    call,
+    cut_text,
+    marked_tools,
+    only_argument,
+    schema,
+)
 from gspo.errors import ConfigError, GspoError
 from gspo.reward.function import describe, import_text, one_line
 from gspo.types import Messages
@@ -125,8 +134,11 @@ def find(spec: str, options: Mapping[str, Any]) -> EnvironmentSource:
             )
         return EnvironmentSource(spec=spec, file="", text="", cls="ENVIRONMENT", options=options)
     path = Path(file).expanduser().absolute()
-    if not file.endswith(".py") or not cls.isidentifier() or not path.is_file():
-        raise ConfigError(f"environment.name: {spec!r}: no file {path}; write a built-in name or file.py:Class")
+    names = cls.split(",")
+    if not file.endswith(".py") or not all(name.isidentifier() for name in names) or not path.is_file():
+        raise ConfigError(
+            f"environment.name: {spec!r}: no file {path}; write a built-in name, file.py:Class, or file.py:tool,tool"
+        )
     try:
         text = importlib.util.decode_source(path.read_bytes())
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
@@ -136,7 +148,7 @@ def find(spec: str, options: Mapping[str, Any]) -> EnvironmentSource:
 
 def load(source: EnvironmentSource) -> Callable[[], Environment]:
     """Import an environment; what builds one with its options. Only a worker process calls this."""
-    from gspo.environment.trl import adapted, is_trl
+    from gspo.environment.trl import ToolFunctions, adapted, is_tool, is_trl
 
     try:
         module = (
@@ -148,9 +160,15 @@ def load(source: EnvironmentSource) -> Callable[[], Environment]:
         raise ConfigError(
             f"environment.name: {source.spec}: cannot import it: {describe(error, source.file)}"
         ) from None
-    cls = getattr(module, source.cls, None)
-    if not callable(cls):
-        raise ConfigError(f"environment.name: {source.spec}: {source.file} has no class {source.cls}")
+    found = [_attribute(source, module, name) for name in source.cls.split(",")]
+    listed = found[0] if len(found) == 1 and isinstance(found[0], list | tuple) else found
+    cls = listed[0]
+    if len(listed) > 1 or listed is not found or is_tool(cls, source.options):
+        if source.options:
+            raise ConfigError(f"environment.options: {source.spec}: tool functions have no options; remove them")
+        for function in listed:
+            schema(function)
+        return lambda: ToolFunctions(listed)
     _check_options(source, cls)
 
     def build() -> Environment:
@@ -159,9 +177,16 @@ def load(source: EnvironmentSource) -> Callable[[], Environment]:
             return built
         if is_trl(built):
             return adapted(built)
+        if callable(getattr(built, "reset", None)):
+            # In TRL's form, every public method is a tool.
+            raise ConfigError(
+                f"environment.name: {source.spec}: {source.cls} has a method step, so it is not clear whether that is "
+                "a tool or answers the model; give the tool another name, or derive the class from "
+                "gspo.environment.Environment"
+            )
         raise ConfigError(
             f"environment.name: {source.spec}: {source.cls} is no environment; derive it from "
-            "gspo.environment.Environment, or give it a method reset"
+            "gspo.environment.Environment, give it a method reset, or write a list of functions for tools"
         )
 
     try:
@@ -171,6 +196,15 @@ def load(source: EnvironmentSource) -> Callable[[], Environment]:
     except BaseException as error:
         raise ConfigError(f"environment.options: {source.spec}: {describe(error, source.file)}") from None
     return build
+
+
+def _attribute(source: EnvironmentSource, module: Any, name: str) -> Any:
+    """A class or function of the module, or a list of tool functions."""
+    found = getattr(module, name, None)
+    listed = isinstance(found, list | tuple) and len(found) > 0 and all(map(callable, found))
+    if not callable(found) and not listed:
+        raise ConfigError(f"environment.name: {source.spec}: {source.file} has no class {name}")
+    return found
 
 
 def _check_options(source: EnvironmentSource, cls: Callable[..., Any]) -> None:
@@ -219,7 +253,7 @@ def take_step(environment: Environment, parsed: Parsed) -> dict[str, Any]:
         raise TypeError(f"step: the reward must be a finite number or None, not {one_line(repr(reward))}")
     if not isinstance(done, bool):
         raise TypeError(f"step: done must be True or False, not {one_line(repr(done))}")
-    messages = _messages(observations, "step")
+    messages = _cut(_messages(observations, "step"))
     if not done and not messages:
         raise ValueError(
             "step: the conversation continues without an observation, so the model would have nothing to answer"
@@ -231,6 +265,15 @@ def take_step(environment: Environment, parsed: Parsed) -> dict[str, Any]:
         "calls": [c.name for c in parsed.calls],
         "failed": environment.failed_calls - failed,
     }
+
+
+def _cut(messages: Messages) -> Messages:
+    """The messages, with `LONGEST_RESULT` characters together: tokenizing megabytes takes seconds."""
+    left = LONGEST_RESULT
+    for message in messages:
+        message["content"] = cut_text(message["content"], max(0, left))
+        left -= len(message["content"])
+    return messages
 
 
 def _messages(value: Any, where: str) -> Messages:

@@ -14,10 +14,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from gspo.config import EnvironmentConfig
 from gspo.environment.environment import EnvironmentSource
+from gspo.environment.variables import check_declared, keeps
 from gspo.environment.worker import ANSWER_LIMIT
 from gspo.errors import ConfigError, RewardError
 from gspo.reward.process import START_LIMIT_S, ChildProcess, WorkerDied
@@ -50,7 +52,10 @@ class EnvironmentHost:
     def __init__(self, source: EnvironmentSource, config: EnvironmentConfig) -> None:
         self._source = source
         self._config = config
-        self._process = ChildProcess("gspo.environment.worker", "environment.processes")
+        check_declared(config.variables)
+        self._process = ChildProcess(
+            "gspo.environment.worker", "environment.processes", keeps=partial(keeps, declared=config.variables)
+        )
         self._next = 0
         self._oldest = 0
         """Conversations before this one were in a process that has died."""

@@ -17,7 +17,7 @@ from gspo.data.problems import Problems, with_instructions
 from gspo.environment.engine import ROWS, ConversationEngine, fingerprint, row_of
 from gspo.environment.environment import find
 from gspo.environment.host import EnvironmentHost
-from gspo.environment.template import ObservationTemplate, tool_format
+from gspo.environment.template import ObservationTemplate, TemplateTokens, tool_format
 from gspo.errors import ConfigError, DataError
 from gspo.model.load import Policy
 from gspo.rollout.engine import Engine
@@ -33,6 +33,7 @@ class RunEnvironment:
         self.host = EnvironmentHost(find(settings.name, settings.options), settings)
         self.host.start()
         self._openings: dict[str, str] = {}
+        self._tokens: TemplateTokens | None = None
 
     def open_problems(self, problems: Problems, tokenizer: Any) -> Problems:
         """The problems, with what the environment begins with as their prompts."""
@@ -45,6 +46,7 @@ class RunEnvironment:
 
     def open(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
         """The same for some problems."""
+        self._tokens = self._tokens or TemplateTokens(tokenizer)
         opened: list[Prompt] = []
         for start in range(0, len(prompts), ROWS):
             chunk = prompts[start : start + ROWS]
@@ -53,7 +55,7 @@ class RunEnvironment:
             for prompt, content in zip(chunk, contents, strict=True):
                 self._openings[fingerprint(row_of(prompt))] = fingerprint(content)
                 try:
-                    seen.append(with_instructions(content, self._section(prompt)))
+                    seen.append(self._instructed(prompt, content))
                 except DataError as error:
                     raise DataError(f"problem {prompt.id}: {error}") from None
             rendered = render_all(seen, tokenizer, chat=self._config.data.chat, tools=self.host.tools)
@@ -79,6 +81,7 @@ class RunEnvironment:
             self.host.tools,
             chat=self._config.data.chat,
             rewritten=settings.rewritten_history,
+            turns=settings.max_turns,
         )
         return ConversationEngine(
             engine,
@@ -87,12 +90,21 @@ class RunEnvironment:
             config=settings,
             tool_format=tool_format(settings, policy.tokenizer, self.host.tools),
             openings=self._openings,
+            instruct=self._instructed,
             positions=policy.position_limit,
         )
 
     def close(self) -> None:
         """End the process."""
         self.host.close()
+
+    def _instructed(self, prompt: Prompt, content: str | Messages) -> str | Messages:
+        """What a row begins with, as the model sees it. What the environment has written must not look like a turn of
+        somebody else. The row's own prompt is left as it is."""
+        if content != prompt.content and self._tokens is not None:
+            neutral, harmless = self._tokens.neutral, self._tokens.harmless
+            content = neutral(content) if isinstance(content, str) else harmless(content)
+        return with_instructions(content, self._section(prompt))
 
     def _section(self, prompt: Prompt) -> Any:
         return self._config.problem_sections.get(prompt.source, self._config.data)

@@ -7,19 +7,22 @@ function. They are a `ToolError`, whose message the model sees.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from gspo.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LONGEST_RESULT = 100_000
-"""Maximum length of a result in characters. The rest of a longer one is dropped, with a mark."""
+"""Maximum length of a result, and of all messages of an observation together, in characters. The rest of a longer one
+is dropped, with a mark."""
 _KINDS: dict[Any, str] = {
     str: "string",
     int: "integer",
@@ -73,7 +76,10 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
             raise ConfigError(f"tool {name}: parameter {parameter.name} has no type; annotate it, for example with str")
         properties[parameter.name] = _type_schema(hints[parameter.name], f"tool {name}: parameter {parameter.name}")
         if parameter.name in about:
-            properties[parameter.name]["description"] = about[parameter.name]
+            text, choices = _choices(about[parameter.name], f"tool {name}: parameter {parameter.name}")
+            properties[parameter.name]["description"] = text
+            if choices:
+                properties[parameter.name]["enum"] = choices
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
@@ -109,20 +115,38 @@ def _documentation(text: str) -> tuple[str, dict[str, str]]:
     return " ".join(summary.split("\nReturns:")[0].split()), about
 
 
+def _choices(text: str, where: str) -> tuple[str, list[Any]]:
+    """A description without `(choices: ["a", "b"])` at its end, as transformers writes enumerations, and these."""
+    found = re.search(r"\(choices:\s*(\[.*\])\s*\)\s*$", text)
+    if not found:
+        return text, []
+    try:
+        return text[: found.start()].strip(), list(json.loads(found[1]))
+    except ValueError:
+        raise ConfigError(f"{where}: its choices are not a JSON list: {found[1]}") from None
+
+
 def _type_schema(hint: Any, where: str) -> dict[str, Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return {}
     if hint in _KINDS:
         return {"type": _KINDS[hint]}
-    if origin is Literal and all(isinstance(choice, str) for choice in arguments):
-        return {"type": "string", "enum": list(arguments)}
+    kinds = {type(choice) for choice in arguments} if origin is Literal else set()
+    if len(kinds) == 1 and kinds <= {str, int, bool, float}:
+        return {"type": _KINDS[kinds.pop()], "enum": list(arguments)}
     if origin is list:
         return {"type": "array", "items": _type_schema(arguments[0], where)}
     if origin is dict:
-        return {"type": "object"}
+        return {"type": "object", "additionalProperties": _type_schema(arguments[1], where)}
     if origin in (typing.Union, types.UnionType):
         options = [option for option in arguments if option is not types.NoneType]
-        if len(options) == 1:
-            return {**_type_schema(options[0], where), "nullable": True}
+        nullable = {"nullable": True} if len(options) < len(arguments) else {}
+        found = [_type_schema(option, where) for option in options]
+        if len(found) == 1:
+            return {**found[0], **nullable}
+        if all(set(one) == {"type"} for one in found):
+            return {"type": [one["type"] for one in found], **nullable}
     raise ConfigError(f"{where}: type {hint} has no JSON schema; use str, int, float, bool, list, dict or Literal")
 
 
@@ -143,9 +167,22 @@ def call(tools: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[
     for key, parameter in parameters.items():
         if key in arguments:
             values[key] = _checked(arguments[key], hints[key], f"{name}: {key}")
+            _check_choice(function, key, values[key])
         elif parameter.default is parameter.empty:
             raise ToolError(f"{name}: parameter {key!r} is missing")
-    return result_text(function(**values))
+    result = function(**values)
+    return result_text(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _check_choice(function: Callable[..., Any], key: str, value: Any) -> None:
+    about = _documentation(inspect.getdoc(function) or "")[1]
+    choices = _choices(about.get(key, ""), key)[1]
+    if choices and value not in choices:
+        raise ToolError(f"{function.__name__}: {key} must be one of {', '.join(map(repr, choices))}")
 
 
 def only_argument(function: Callable[..., Any], text: str) -> dict[str, Any]:
@@ -169,17 +206,31 @@ def result_text(value: Any) -> str:
             value = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError):
             value = str(value)
-    return value if len(value) <= LONGEST_RESULT else value[:LONGEST_RESULT] + " … (truncated)"
+    return cut_text(value, LONGEST_RESULT)
+
+
+def cut_text(text: str, characters: int) -> str:
+    """The beginning of a text, with a mark if it is longer."""
+    return text if len(text) <= characters else text[:characters] + " … (truncated)"
 
 
 def _checked(value: Any, hint: Any, where: str) -> Any:
     """The argument, if it has the annotated type. JSON writes whole numbers of type float without a decimal point."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
     if origin in (typing.Union, types.UnionType):
-        option = next(option for option in arguments if option is not types.NoneType)
-        return None if value is None else _checked(value, option, where)
+        options = [option for option in arguments if option is not types.NoneType]
+        if value is None and len(options) < len(arguments):
+            return None
+        # JSON writes 2.0 and 2 alike, so an exact type comes first.
+        exact = [option for option in options if type(value) is option]
+        for option in [*exact, *options[:-1]]:
+            with suppress(ToolError):
+                return _checked(value, option, where)
+        return _checked(value, options[-1], where)
     if origin is Literal:
-        if value not in arguments:
+        if value not in arguments or type(value) is not type(arguments[arguments.index(value)]):
             raise ToolError(f"{where} must be one of {', '.join(map(repr, arguments))}")
         return value
     if hint is float and type(value) is int:

@@ -1,13 +1,14 @@
-"""Environments in TRL's form (`environment_factory`), unchanged.
+"""Environments and tools in TRL's form (`environment_factory`, `tools`), unchanged.
 
-In: an object with `reset(**row) -> str | None`, public methods that are tools, and optionally `get_reward()`. Out: an
-`Environment`. Invariant: as in TRL, the text that `reset` returns is appended to the last message of the user.
+In: an object with `reset(**row) -> str | None`, public methods that are tools, and optionally `get_reward()`; or plain
+functions that are tools. Out: an `Environment`. Invariant: as in TRL, the text that `reset` returns is appended to the
+last message of the user. With plain functions, `reward.functions` score the last message.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gspo.environment.environment import Environment
@@ -19,6 +20,29 @@ _RESERVED = ("reset", "get_reward", "close")
 def is_trl(built: Any) -> bool:
     """Whether an object is an environment in TRL's form."""
     return callable(getattr(built, "reset", None)) and not hasattr(built, "step")
+
+
+def is_tool(found: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a name of a file is a tool: a function that cannot be called with the options alone, so that it does not
+    build an environment."""
+    if not inspect.isfunction(found):
+        return False
+    try:
+        inspect.signature(found).bind(**options)
+    except TypeError:
+        return bool(inspect.getdoc(found)) and not options
+    return False
+
+
+class ToolFunctions(Environment):
+    """Plain functions as tools. A message without calls is the answer, which `reward.functions` score."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self._functions = {function.__name__: function for function in functions}
+
+    @property
+    def tools(self) -> Mapping[str, Callable[..., Any]]:
+        return self._functions
 
 
 def adapted(built: Any) -> Environment:

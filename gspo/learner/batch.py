@@ -167,6 +167,7 @@ def token_sequence(prompt: Prompt, completion: Completion, policy: Policy, min_t
         prompt_ids=prompt.token_ids,
         completion_ids=completion.token_ids,
         sampled=completion.sampled,
+        branches=completion.branches,
         excluded_ids=policy.stop_ids,
         excluded_for=min_tokens,
     )
@@ -324,7 +325,9 @@ def _only_rounding(context: LearnContext, samples: Sequence[TrainSample]) -> boo
     """Whether the completions were sampled from the full distribution of the current weights."""
     config, now = context.config, context.optimizer.updates
     rollout = config.rollout
-    same_weights = engine_traits(rollout.engine).shares_weights and all(s.completion.version == now for s in samples)
+    same_weights = engine_traits(rollout.engine).shares_weights and all(
+        segment.version == now for s in samples for segment in s.completion.segments
+    )
     full_distribution = rollout.top_p == 1 and not rollout.top_k
     # If the sampler's log-probs are the old ones, their difference is 0 and says nothing about rounding.
     computed = config.learner.old_logp == "recompute"
@@ -335,17 +338,19 @@ def _only_rounding(context: LearnContext, samples: Sequence[TrainSample]) -> boo
 
 
 def _ages(context: LearnContext, samples: Sequence[TrainSample]) -> Tensor:
-    """How many updates ago each completion was sampled."""
-    return torch.tensor([float(context.optimizer.updates - s.completion.version) for s in samples])
+    """How many updates ago each token was sampled."""
+    parts = [part for s in samples for part in s.completion.sampled_by_version]
+    version_P, count_P = torch.tensor(parts, device=context.policy.device).unbind(1)
+    return (context.optimizer.updates - version_P).float().repeat_interleave(count_P)
 
 
 def _old_logprobs(
-    context: LearnContext, plan: Plan, tokens: Tokens, routing: RoutingReplay, age_B: Tensor, *, complete: bool
+    context: LearnContext, plan: Plan, tokens: Tokens, routing: RoutingReplay, age_N: Tensor, *, complete: bool
 ) -> OldLogprobs:
     policy, sampler_N = context.policy, tokens.logp_sampler_N
     assert sampler_N is not None
     if context.config.learner.old_logp == "sampler":
-        return _from_sampler(context, plan, sampler_N, routing, current=not age_B.any())
+        return _from_sampler(context, plan, sampler_N, routing, current=not age_N.any())
     by_training = not complete and routing.repeats and not needs_old_logprobs(context.objective)
     interpolated = context.config.learner.old_logp == "interpolate"
     # The first optimizer step has the old weights, later ones may be interpolated.
@@ -370,7 +375,7 @@ def _old_logprobs(
         entropy_N=entropy_N,
         computed_N=computed_N,
         by_training=by_training,
-        age_N=tokens.sequences.expand(age_B.to(policy.device)) if interpolated else None,
+        age_N=age_N if interpolated else None,
         version=context.optimizer.updates,
     )
 

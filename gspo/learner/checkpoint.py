@@ -29,8 +29,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,8 @@ from gspo import aliases
 from gspo.errors import FLOAT16_HINT, CheckpointError, DiskError, NumericalError
 from gspo.learner import state_validation
 from gspo.learner.optimizer import Optimizer
-from gspo.model import adapter
 from gspo.model.load import Policy
-from gspo.model.sharding import full, is_sharded
+from gspo.model.save import disk_errors, save_model
 from gspo.ranks.group import ONE, Ranks
 from gspo.rollout import in_flight
 from gspo.rollout.gather import RolloutState
@@ -114,23 +112,13 @@ def save(
 ) -> Path:
     """Write `folder/STEP`, then delete all but the newest `keep` checkpoints and those of `protected` steps. `0` keeps
     all. `batches` are those of the next steps. `before_deletion` is called once the new checkpoint is in place."""
-    # Whole tensors, of all ranks, before anything that can fail on the leader alone, such as a full disk.
-    weights = gather_weights(policy, ranks)
-    # A saved NaN would make every later resume worthless, and retention would delete the good checkpoints.
-    bad = next((name for name, weight in weights.items() if not bool(torch.isfinite(weight).all())), None)
-    if bad is not None:
-        hint = FLOAT16_HINT if policy.model.dtype == torch.float16 else ""
-        raise NumericalError(
-            f"step {state.step}: the weights of {bad} are not finite, so they are not saved; resume from the last "
-            f"checkpoint with a lower rate: gspo train --resume RUN --learner.learning_rate=VALUE{hint}"
-        )
     target = folder / f"{state.step:06d}"
     partial = folder / f".tmp-{state.step:06d}"
     if os.path.lexists(target) and not _is_checkpoint(target):
         raise FileExistsError(f"{target} exists and is not a checkpoint; move it away")
     _delete_leftover(partial)
     try:
-        _write(partial, policy, weights, optimizer, state, ranks, batches)
+        _write(partial, policy, optimizer, state, ranks, batches)
     # Ctrl-C must not leave a partial save behind either.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -143,43 +131,35 @@ def save(
     return target
 
 
-def gather_weights(policy: Policy, ranks: Ranks) -> dict[str, Tensor]:
-    """The weights as whole tensors. The followers do the same in the meantime."""
-    with ranks.together("gather_weights"):
-        return dict(whole_weights(policy, ranks))
-
-
-def whole_weights(policy: Policy, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model, or of its adapters, as whole tensors. All ranks must exhaust it. A device holds one whole
-    tensor at a time."""
-    adapters = adapter.adapted(policy.model)
-    for name, weight in policy.model.named_parameters():
-        if weight.requires_grad or not adapters:
-            whole = full(weight.detach())
-            yield name, whole.cpu() if ranks.several else whole
-
-
 def _write(
     partial: Path,
     policy: Policy,
-    weights: Mapping[str, Tensor],
     optimizer: Optimizer,
     state: TrainerState,
     ranks: Ranks,
     batches: InFlight | None,
 ) -> None:
-    save_model(policy, partial, weights)
+    def check(name: str, weight: Tensor) -> None:
+        # A saved NaN would make every later resume worthless, and retention would delete the good checkpoints.
+        if not bool(torch.isfinite(weight).all()):
+            hint = FLOAT16_HINT if policy.model.dtype == torch.float16 else ""
+            raise NumericalError(
+                f"step {state.step}: the weights of {name} are not finite, so they are not saved; resume from the last "
+                f"checkpoint with a lower rate: gspo train --resume RUN --learner.learning_rate=VALUE{hint}"
+            )
+
+    save_model(policy, partial, ranks, check)
     if ranks.several:
         with ranks.together("write_shards", path=str(partial)):
             write_shards(partial, optimizer)
-    with _disk_errors():
+    with disk_errors():
         if not ranks.several:
             save_file({name: tensor.contiguous() for name, tensor in optimizer.state().items()}, partial / TRAINER)
         state_validation.save_difficulty(state.rollout.difficulty, partial)
         if batches is not None:
             in_flight.save(partial, batches)
     _write_json(partial / "trainer.json", _json_fields(state))
-    with _disk_errors():
+    with disk_errors():
         _read_back(partial, policy)
     files = files_of(partial)
     _write_json(
@@ -226,17 +206,6 @@ def _delete_leftover(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     if os.path.lexists(partial):
         raise FileExistsError(f"{partial} is in the way and cannot be deleted; make it writable, or delete it yourself")
-
-
-@contextmanager
-def _disk_errors() -> Iterator[None]:
-    """Turn the disk errors of libraries into `OSError`: tokenizers raises a bare `Exception`."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, SafetensorError) or "(os error " in str(error):
-            raise OSError(str(error)) from error
-        raise
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -291,30 +260,13 @@ def _swap(one: Path, other: Path) -> bool:
     return bool(rename(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0)
 
 
-def save_model(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Weights, config and tokenizer in Hugging Face layout. With LoRA only the adapter, in the layout of peft.
-
-    `weights` are whole tensors by parameter name; without them, the model must not be sharded."""
-    model = policy.model
-    with _disk_errors():
-        if adapter.adapted(model):
-            adapter.save(model, folder, weights)
-        elif weights is not None and any(map(is_sharded, model.parameters())):
-            # Without the second name of a tied weight, as in a file of a model that is not sharded.
-            buffers = {name: tensor for name, tensor in model.state_dict().items() if not is_sharded(tensor)}
-            model.save_pretrained(folder, state_dict=buffers | dict(weights))
-        else:
-            model.save_pretrained(folder)
-        policy.tokenizer.save_pretrained(folder)
-
-
-def size_of(model: Any) -> int:
+def size_of(model: Any, lag: int = 0) -> int:
     """Approximate bytes of a checkpoint: the trained weights, two float32 moments, and float32 masters of weights in
-    lower precision."""
+    lower precision. With `rollout.max_lag`, it may also have the weights of that many earlier steps."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     n = sum(p.numel() for p in parameters)
     low = any(p.element_size() < 4 for p in parameters)
-    return sum(p.numel() * p.element_size() for p in parameters) + (12 if low else 8) * n
+    return sum(p.numel() * p.element_size() for p in parameters) * (1 + lag) + (12 if low else 8) * n
 
 
 def saved(folder: Path) -> list[Path]:

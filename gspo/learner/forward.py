@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from gspo.activity import activity, counted
 from gspo.learner.plan import Plan
 from gspo.model.compiled_layers import compiled_layers, prepare_layers
 from gspo.model.context_parallel import gather_logprobs
@@ -106,19 +107,21 @@ def plan_logprobs(
     updates = plan.updates if update is None else plan.updates[update : update + 1]
     # A stack, so that the halves of a micro-batch that did not fit are computed next, in the plan's order.
     waiting = [micro for micro_batches in reversed(updates) for micro in reversed(micro_batches)]
-    while waiting:
-        cpu_batch = waiting.pop()
-        batch = cpu_batch.own.to(device)
-        try:
-            prepare_layers(model, batch)  # likewise
-            with routed(batch):
-                logp_N[batch.at_N], entropy_N[batch.at_N] = completion_logprobs(model, batch, temperature)
-        except Exception as error:
-            halves = plan.halves(cpu_batch)
-            # Another rank would wait for the forward that failed.
-            if not out_of_memory(error) or len(halves) < 2 or ranks.several:
-                raise
-            waiting += reversed(halves)
+    with activity("log-probs", total=len(waiting), unit="micro-batches") as doing:
+        while waiting:
+            doing.done = max(0, doing.total - len(waiting))
+            cpu_batch = waiting.pop()
+            batch = cpu_batch.own.to(device)
+            try:
+                prepare_layers(model, batch)  # likewise
+                with routed(batch):
+                    logp_N[batch.at_N], entropy_N[batch.at_N] = completion_logprobs(model, batch, temperature)
+            except Exception as error:
+                halves = plan.halves(cpu_batch)
+                # Another rank would wait for the forward that failed.
+                if not out_of_memory(error) or len(halves) < 2 or ranks.several:
+                    raise
+                waiting += reversed(halves)
     # No backward pass frees what is still gathered. An update without a gradient has none either, and changes weights.
     reshard(model)
     return ranks.sum(logp_N), ranks.sum(entropy_N)
@@ -186,7 +189,8 @@ def micro_batches(context: LearnContext, batch: TrainBatch, update_index: int) -
     backward pass of the last one, which holds the sum."""
     model, device = context.policy.model, context.policy.device
     own = batch.plan.updates[update_index]
-    for index, micro in enumerate(own, start=1):
+    name = f"update {update_index + 1}/{len(batch.plan.updates)}"
+    for index, micro in enumerate(counted(own, name, total=len(own), unit="micro-batches"), start=1):
         synchronize_gradients(model, index == len(own))
         yield micro.to(device)
 

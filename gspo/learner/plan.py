@@ -41,7 +41,8 @@ class Positions:
     empty: int
     """Padding, included in `computed`, and what a rank computes because others have more micro-batches."""
     padded: int
-    """What it would be if every completion had its own row, with its prompt, padded to the longest of its update."""
+    """What it would be if every completion, or each of its branches, had its own row, with its prompt, padded to the
+    longest of its update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +109,12 @@ class Plan:
     def positions(self) -> Positions:
         """How many positions a pass over the batch computes on this rank."""
         micros = [micro.own for update in self.updates for micro in update]
-        lengths = [[self.sequences[s].length for s in chosen] for chosen in self.computed_ids]
+        updates = [[self.sequences[s] for s in chosen] for chosen in self.computed_ids]
+        widths = [[sequence.width for sequence in own for _ in range(sequence.rows)] for own in updates]
         return Positions(
             computed=sum(micro.input_ids.numel() for micro in micros),
             empty=sum(int((micro.times == 0).sum()) for micro in micros),
-            padded=sum(len(own) * max(own, default=0) for own in lengths),
+            padded=sum(len(own) * max(own, default=0) for own in widths),
         )
 
     def halves(self, micro: MicroBatch) -> tuple[MicroBatch, ...]:
@@ -208,7 +210,11 @@ def _shares(sequences: Sequence[TokenSequence], chosen: Sequence[int], ranks: in
     tokens to compute that are as equal as they can be without splitting a sequence."""
     before = (None, *(sequences[s].prompt_ids for s in chosen))
     costs = [
-        len(sequences[s].completion_ids) if packed and sequences[s].prompt_ids == prompt else sequences[s].length
+        sequences[s].rows * sequences[s].width
+        if not packed
+        else len(sequences[s].completion_ids)
+        if sequences[s].prompt_ids == prompt
+        else sequences[s].length
         for s, prompt in zip(chosen, before, strict=False)
     ]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -221,14 +227,15 @@ def _shares(sequences: Sequence[TokenSequence], chosen: Sequence[int], ranks: in
 def _split_padded(sequences: Sequence[TokenSequence], chosen: Sequence[int], budget: int) -> list[list[int]]:
     """Sequences of similar length together, so that there is little padding. At least one per micro-batch."""
     parts: list[list[int]] = []
-    width = 0
-    for s in sorted(chosen, key=lambda i: (sequences[i].length, i)):
-        width = max(width, sequences[s].length)
-        if parts and (len(parts[-1]) + 1) * width <= budget:
+    width = rows = 0
+    for s in sorted(chosen, key=lambda i: (sequences[i].width, i)):
+        width = max(width, sequences[s].width)
+        rows += sequences[s].rows
+        if parts and rows * width <= budget:
             parts[-1].append(s)
         else:
             parts.append([s])
-            width = sequences[s].length
+            width, rows = sequences[s].width, sequences[s].rows
     return parts
 
 

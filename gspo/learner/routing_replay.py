@@ -111,10 +111,11 @@ class RecordedRouting:
                         'use an engine that reports them, or set routing.replay = "old"'
                     )
                 continue
-            # The engine samples the last token but never reads it, so it has no experts to report.
+            # The engine samples the last token of a branch but never reads it, so it has no experts to report.
             reported = self._validate(routes, sequence.length - 1)
             chosen_ILK[start : start + len(reported)] = reported
-            known_I[start : start + len(reported)] = True
+            known_I[start : start + sequence.length] = True
+            known_I[start + sequence.unread] = False
         return chosen_ILK.to(device), known_I.to(device)
 
     def _validate(self, routes: Routes, tokens: int) -> Tensor:
@@ -151,7 +152,7 @@ class RecordedRouting:
     def _store_old(self, micro: MicroBatch, trace: RouterTrace) -> None:
         used_ILK = trace.used_ILK
         at_I = micro.input_at.flatten()
-        real_I = at_I >= 0
+        real_I = micro.times.flatten() > 0
         self.old_ILK[at_I[real_I]] = used_ILK[real_I]
         if self.native_ILK is not None:
             self.native_ILK[at_I[real_I]] = trace.native_ILK[real_I]

@@ -15,6 +15,7 @@ from itertools import islice
 
 import torch
 
+from gspo.activity import counted
 from gspo.config import ColdStartConfig, LearnerConfig
 from gspo.learner.forward import completion_logprobs
 from gspo.learner.optimizer import Optimizer
@@ -88,7 +89,7 @@ def fine_tune(
     tuner = FineTuner(policy, config, ranks)
     reached = 0.0
     step = 0
-    for step in range(1, config.steps + 1):
+    for step in counted(range(1, config.steps + 1), "cold start", total=config.steps, unit="steps"):
         sequences = list(islice(demonstrations, config.batch))
         with ranks.together("fine_tune", sequences=sequences, first=step == 1):
             loss = tuner.step(sequences)

@@ -3,12 +3,16 @@
 In: sequences of prompt and completion token ids. Out: a `MicroBatch`. Invariant: what a token attends to, and so its
 log-prob, is the same either way. A packed row has no padding and holds a prompt once for all of its completions. The
 model reads every token of a completion; log-probs exist only for the tokens that it sampled.
+
+A sequence may have branches (`types.Branch`). A packed row holds each of its tokens once. Padded, each branch is a row
+of its own, and a token that several of them contain counts in the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo.model.attention_blocks import AttentionBlocks, attention_blocks
+from gspo.types import Branch, branch_paths
 
 if TYPE_CHECKING:
     from gspo.model.context_parallel import HeadExchange
@@ -37,11 +42,54 @@ class TokenSequence:
     excluded_ids: tuple[int, ...] = ()
     """Tokens that could not be sampled at the first `excluded_for` positions: end tokens, with `rollout.min_tokens`."""
     excluded_for: int = 0
+    branches: tuple[Branch, ...] = ()
+    """How the tokens follow each other (see `types.Completion`); empty if each follows the one before it."""
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion: what a forward reads."""
+        """Tokens of prompt and completion."""
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @cached_property
+    def paths(self) -> list[Places]:
+        """What a forward reads, for each branch: indices into prompt and completion."""
+        if not self.branches:
+            return [np.arange(self.length)]
+        return list(map(np.array, branch_paths(len(self.prompt_ids), len(self.completion_ids), self.branches)))
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest branch: the length of a row that a forward reads."""
+        return max(map(len, self.paths)) if self.branches else self.length
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has if it is padded."""
+        return len(self.branches) or 1
+
+    @property
+    def positions(self) -> Places:
+        """How many tokens come before each token of the completion."""
+        found = len(self.prompt_ids) + np.arange(len(self.completion_ids))
+        ends = [*(branch.start for branch in self.branches[2:]), len(found)]
+        for branch, end in zip(self.branches[1:], ends, strict=False):
+            found[branch.start : end] = branch.shared + np.arange(end - branch.start)
+        return found
+
+    @property
+    def predecessors(self) -> Places:
+        """Index in prompt and completion of the token before each token of the completion."""
+        found = len(self.prompt_ids) - 1 + np.arange(len(self.completion_ids))
+        for branch in self.branches[1:]:
+            if branch.shared:
+                found[branch.start : branch.start + 1] = self.paths[branch.parent][branch.shared - 1]
+        return found
+
+    @property
+    def unread(self) -> Places:
+        """Indices in prompt and completion of the tokens that nothing follows: sampled, but read by no forward."""
+        ends = np.array([path[-1] for path in self.paths])
+        return ends[~np.isin(ends, self.predecessors)]
 
     @property
     def sampled_count(self) -> int:
@@ -72,18 +120,19 @@ class Packing:
     """Sequences in one packed row: a prompt, its completions one after the other, the next prompt, and so on."""
 
     rows_RT: Tensor
-    """Index in the packed row of each token of each sequence; a shared prompt occurs in several. Padded with 0 on the
-    right."""
+    """Index in the packed row of each token of each sequence, or of each of its branches; a shared prompt occurs in
+    several. Padded with 0 on the right."""
     place_I: Tensor
     """Index in the flattened `rows_RT` of each token of the packed row, in one of its sequences."""
-    blocks: AttentionBlocks
-    """How attention kernels divide the packed row."""
+    blocks: AttentionBlocks | None
+    """How attention kernels divide the packed row. None with branches, which they do not support: then each branch is
+    expanded to a row for the attention."""
     exchange: HeadExchange | None = None
     """With context parallelism: how the ranks that have parts of the row attend together."""
 
     def to(self, device: torch.device) -> Packing:
         """The same on another device."""
-        return replace(self, **{k: v.to(device) for k, v in vars(self).items() if k != "exchange"})
+        return replace(self, **{k: v.to(device) for k, v in vars(self).items() if k != "exchange" and v is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +154,8 @@ class MicroBatch:
     input_at: Tensor
     """Index of each of `input_ids` among the batch's input tokens (see `Plan.input_starts`); -1 for padding."""
     times: Tensor
-    """How many sequences contain each of `input_ids`; 0 for padding."""
+    """How many sequences contain each of `input_ids`; 0 for padding, and for a token of another branch that is already
+    in one before it."""
     position_ids: Tensor | None = None
     packing: Packing | None = None
     """None if padded: each row of `input_ids` is one sequence."""
@@ -157,19 +207,28 @@ def micro_batch(
 
 def _padded_micro_batch(sequences: Sequence[TokenSequence], chosen: Sequence[int], pad_id: int) -> MicroBatch:
     starts = [0, *accumulate(sequence.length for sequence in sequences)]
-    width = max(sequences[s].length for s in chosen)
-    input_ids = torch.full((len(chosen), width), pad_id)
-    input_at = torch.full((len(chosen), width), -1)
-    for row, s in enumerate(chosen):
-        input_ids[row, : sequences[s].length] = torch.tensor(sequences[s].prompt_ids + sequences[s].completion_ids)
-        input_at[row, : sequences[s].length] = torch.arange(starts[s], starts[s + 1])
-    where = [np.arange(row * width, row * width + sequences[s].length) for row, s in enumerate(chosen)]
+    width = max(sequences[s].width for s in chosen)
+    shape = (sum(sequences[s].rows for s in chosen), width)
+    input_ids, input_at, times = np.full(shape, pad_id), np.full(shape, -1), np.zeros(shape, dtype=np.int64)
+    where = []
+    row = 0
+    for s in chosen:
+        ids = np.array(sequences[s].prompt_ids + sequences[s].completion_ids)
+        place = np.full(len(ids), -1)
+        for path in sequences[s].paths:
+            input_ids[row, : len(path)] = ids[path]
+            input_at[row, : len(path)] = starts[s] + path
+            new = place[path] < 0
+            place[path[new]] = row * width + np.flatnonzero(new)
+            times[row, : len(path)] = new
+            row += 1
+        where.append(place)
     return MicroBatch(
         sequence_ids=tuple(chosen),
         owners=tuple(chosen),
-        input_ids=input_ids,
-        input_at=input_at,
-        times=(input_at >= 0).long(),
+        input_ids=torch.from_numpy(input_ids),
+        input_at=torch.from_numpy(input_at),
+        times=torch.from_numpy(times),
         **_sampled_tokens(sequences, chosen, where),
     )
 
@@ -181,44 +240,49 @@ def _packed_micro_batch(sequences: Sequence[TokenSequence], owner: Mapping[int, 
         members.setdefault(prompt, []).append(s)
     order = [s for group in members.values() for s in group]
     ids: list[int] = []
-    spans: list[tuple[range, int, int]] = []  # input tokens, times, first position
+    spans: list[tuple[range, int]] = []  # input tokens, times
+    positions: list[Places] = []
     where: list[Places] = []
     for prompt, group in members.items():
         given = sequences[prompt].prompt_ids
         begin = len(ids)
         ids += given
-        spans.append((range(starts[prompt], starts[prompt] + len(given)), len(group), 0))
+        spans.append((range(starts[prompt], starts[prompt] + len(given)), len(group)))
+        positions.append(np.arange(len(given)))
         for s in group:
             here = np.arange(len(ids), len(ids) + len(sequences[s].completion_ids))
             where.append(np.concatenate([np.arange(begin, begin + len(given)), here]))
             ids += sequences[s].completion_ids
-            spans.append((range(starts[s] + len(given), starts[s + 1]), 1, len(given)))
-    lengths = [len(at) for at, _, _ in spans]
-    positions = [np.arange(first, first + n) for (_, _, first), n in zip(spans, lengths, strict=True)]
-    lengths_by_group = [
-        (len(sequences[prompt].prompt_ids), [len(sequences[s].completion_ids) for s in group])
-        for prompt, group in members.items()
-    ]
+            spans.append((range(starts[s] + len(given), starts[s + 1]), 1))
+            positions.append(sequences[s].positions)
+    blocks = None
+    if not any(sequences[s].branches for s in order):
+        lengths_by_group = [
+            (len(sequences[prompt].prompt_ids), [len(sequences[s].completion_ids) for s in group])
+            for prompt, group in members.items()
+        ]
+        blocks = attention_blocks(lengths_by_group)
+    rows = [at[path] for s, at in zip(order, where, strict=True) for path in sequences[s].paths]
     return MicroBatch(
         sequence_ids=tuple(order),
         owners=tuple(owner[s] for s in order),
         input_ids=torch.tensor(ids).unsqueeze(0),
-        input_at=_concatenate([np.arange(at.start, at.stop) for at, _, _ in spans]).unsqueeze(0),
-        times=torch.from_numpy(np.repeat([times for _, times, _ in spans], lengths)).unsqueeze(0),
+        input_at=_concatenate([np.arange(at.start, at.stop) for at, _ in spans]).unsqueeze(0),
+        times=torch.from_numpy(np.repeat([times for _, times in spans], [len(at) for at, _ in spans])).unsqueeze(0),
         position_ids=_concatenate(positions).unsqueeze(0),
-        packing=_packing(where, len(ids), attention_blocks(lengths_by_group)),
+        packing=_packing(rows, len(ids), blocks),
         **_sampled_tokens(sequences, order, where),
     )
 
 
-def _packing(where: list[Places], tokens: int, blocks: AttentionBlocks) -> Packing:
-    """Indices into a packed row of so many tokens: `where` each sequence is."""
-    width = max(map(len, where))
-    rows_RT = np.zeros((len(where), width), dtype=np.int64)
+def _packing(rows: list[Places], tokens: int, blocks: AttentionBlocks | None) -> Packing:
+    """Indices into a packed row of so many tokens: where each sequence or branch is."""
+    width = max(map(len, rows))
+    rows_RT = np.zeros((len(rows), width), dtype=np.int64)
     place_I = np.zeros(tokens, dtype=np.int64)
-    for i, row in enumerate(where):
+    for i, row in enumerate(rows):
         rows_RT[i, : len(row)] = row
-        # A shared prompt is overwritten by each of its sequences: its outputs are the same in all of them.
+        # What is shared is overwritten by each of its sequences: its outputs are the same in all of them.
         place_I[row] = np.arange(i * width, i * width + len(row))
     return Packing(
         rows_RT=torch.from_numpy(rows_RT),
@@ -239,7 +303,7 @@ def _sampled_tokens(
         excluded.append(sampled_at < sequence.excluded_for)
         targets.append(np.asarray(sequence.completion_ids, dtype=np.int64)[sampled_at])
         # The output at a position predicts the next token: the first completion token comes from the last prompt token.
-        outputs.append(at[len(sequence.prompt_ids) - 1 + sampled_at])
+        outputs.append(at[sequence.predecessors[sampled_at]])
     return {
         "sequence_N": torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(ids) for ids in targets])),
         "output_N": _concatenate(outputs),

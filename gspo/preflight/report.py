@@ -17,7 +17,8 @@ from typing import Any, TextIO
 from gspo.preflight.examine import examine
 from gspo.preflight.findings import Finding, Level
 from gspo.preflight.machine import pluralize
-from gspo.safe_output import printed, terminal
+from gspo.record.progress import life_signs
+from gspo.safe_output import printed
 
 COLORS = {Level.OK: "32", Level.NOTE: "36", Level.WARNING: "33", Level.FAIL: "31;1"}
 WIDEST = 110
@@ -27,17 +28,19 @@ def doctor(recipe: str, overrides: Sequence[str], *, quick: bool, as_json: bool,
     """Run the pre-flight checks of a recipe and print the report; 1 if a check fails."""
     if not as_json:
         return exit_code(shown(recipe, overrides, quick=quick, prompts=prompts, title=recipe))
-    findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=_nothing)
+    with life_signs():
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=_nothing)
     print(json.dumps(as_data(recipe, findings), indent=2, allow_nan=False))
     return exit_code(findings)
 
 
 def shown(recipe: str, overrides: Sequence[str], *, quick: bool, prompts: int | None, title: str) -> Sequence[Finding]:
     """Run the pre-flight checks of a recipe and print them under this title; the findings."""
-    page = _Page(terminal())
-    page.title(f"gspo doctor {title}")
-    findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=page.show)
-    page.verdict(findings)
+    with life_signs() as out:
+        page = _Page(out)
+        page.title(f"gspo doctor {title}")
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=page.show)
+        page.verdict(findings)
     return findings
 
 

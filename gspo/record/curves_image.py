@@ -66,7 +66,8 @@ def _draw(axis: Any, rows: list[dict[str, Any]], panel: Panel) -> None:
 
 def _curve(axis: Any, rows: list[dict[str, Any]], metric: Metric, color: str) -> None:
     points = [(r["step"], r[metric.key]) for r in rows if r.get(metric.key) is not None]
-    if not points:
+    repeats = metric.same_as and all(r.get(metric.same_as) == r.get(metric.key) for r in rows)
+    if not points or repeats:
         return
     few = len(points) < 40  # A curve with a single point is invisible without a marker.
     axis.plot(
@@ -77,6 +78,7 @@ def _curve(axis: Any, rows: list[dict[str, Any]], metric: Metric, color: str) ->
         markersize=3,
         linewidth=1.4,
     )
-    if metric.band and (ends := [(r["step"], *map(r.get, metric.band)) for r in rows if r.get(metric.key) is not None]):
+    ends = [(r["step"], *map(r.get, metric.band)) for r in rows if r.get(metric.key) is not None] if metric.band else []
+    if ends := [end for end in ends if None not in end]:  # Equal values have no interval.
         steps, low, high = zip(*ends, strict=True)
         axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)

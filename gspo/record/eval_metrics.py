@@ -19,12 +19,15 @@ from gspo.reduction import Family, Max, Mean, Reduced, Same, combined
 def eval_metrics(evaluation: Evaluation, name: str = "") -> dict[str, Any]:
     """The metrics of an evaluation on the held-out problems, or on the evaluation set of this name."""
     family = f"eval/{name}" if name else "eval"
-    accuracy = evaluation.accuracy
+    accuracy, reward = evaluation.accuracy, evaluation.reward
     metrics = {
         f"{family}/unscored": evaluation.unscored,
         f"{family}/accuracy": accuracy.value,
         f"{family}/accuracy_low": accuracy.low,
         f"{family}/accuracy_high": accuracy.high,
+        f"{family}/reward": reward.value,
+        f"{family}/reward_low": reward.low,
+        f"{family}/reward_high": reward.high,
         f"{family}/length_mean": evaluation.mean_length,
     }
     if evaluation.greedy is not None:

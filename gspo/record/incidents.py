@@ -320,6 +320,7 @@ class Incidents:
         settings, best = held_out.settings, held_out.best()
         text = f"no gain of eval/{settings.metric} in {held_out.without_gain} evaluations (eval.patience)"
         if best is not None:
-            text += f"; the best was {best.value:.1%} at step {best.step}"
+            value = format(best.value, ".3f" if settings.metric == "reward" else ".1%")
+            text += f"; the best was {value} at step {best.step}"
         self._run_dir.event("early_stop", step=step, best_step=best and best.step, message=text)
         self._display.message(f"step {step}: the run ends early: {text}")

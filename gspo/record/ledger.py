@@ -1,6 +1,7 @@
 """The ledger of asynchronous sampling: what has become of every batch (`ledger.jsonl`).
 
     issued -> sampled -> scored -> collected -> trained     `sampled` and `scored` once per round of prompts
+    issued -> cut -> ... -> sampled -> ...                  `cut` after every turn but the last (`rollout.span_tokens`)
     resumed                                                 voids the lines of later batches that come before it
 
 In: events of the collector. Out: lines, only ever appended, in the order in which things happened; `read_ledger`
@@ -17,7 +18,8 @@ from typing import Any
 
 from gspo.record.run_dir import RunDir, read_jsonl
 from gspo.rollout.gather import CollectResult
-from gspo.rollout.in_flight import Ticket
+from gspo.rollout.in_flight import OpenBatch, Ticket
+from gspo.rollout.spans import cut_count
 
 
 class Ledger:
@@ -29,6 +31,16 @@ class Ledger:
     def issued(self, batch: int, ticket: Ticket) -> None:
         """Sampling of a batch begins."""
         self._write(batch=batch, state="issued", step=ticket.step, weights=ticket.weights, version=ticket.version)
+
+    def cut(self, batch: OpenBatch, weights: int) -> None:
+        """A turn with the weights after the step `weights` has sampled a part of a batch."""
+        self._write(
+            batch=batch.batch,
+            state="cut",
+            weights=weights,
+            completions=cut_count(batch),
+            tokens=sum(c.sampled_count for group in batch.completions for c in group),
+        )
 
     def reached(self, batch: int, state: str) -> None:
         """A round of prompts of a batch was sampled, or scored."""

@@ -46,6 +46,8 @@ class Metric:
     """Its name in the terminal and in the page's line about a step. Empty if that line does not show it."""
     band: tuple[str, str] | None = None
     """Metrics of the lower and upper end of an interval around it."""
+    same_as: str = ""
+    """A metric that often has the same values. While all of them are equal, panels hide this one."""
 
     @property
     def every_step(self) -> bool:
@@ -83,8 +85,9 @@ PANELS = (
         in_image=True,
         title="Reward and held-out accuracy",
         what=(
-            "Mean reward of the sampled completions, and accuracy on the held-out set with its 95 % interval. If the "
-            "reward rises but held-out accuracy does not, the policy overfits or exploits the reward."
+            "Mean reward of the sampled completions, and accuracy and mean reward on the held-out set with their 95 % "
+            "intervals. If the training reward rises but the held-out numbers do not, the policy overfits or exploits "
+            "the reward. The held-out reward is hidden while it equals the accuracy."
         ),
     ),
     Panel(
@@ -94,6 +97,14 @@ PANELS = (
         what=(
             "Accuracy on each set of eval.sets, and on the held-out problems of each source in data.mix, with its 95 % "
             "interval."
+        ),
+    ),
+    Panel(
+        id="set-rewards",
+        title="Reward on evaluation sets",
+        what=(
+            "Mean reward on each set of eval.sets, and on the held-out problems of each source in data.mix, with its "
+            "95 % interval. A curve is hidden while it equals that of the accuracy."
         ),
     ),
     Panel(
@@ -565,6 +576,14 @@ METRICS = (
         reduction=Reduction.COMPLETION_MEAN,
     ),
     Metric(
+        "conversation/branches",
+        "Mean number of branches of a conversation: more than 1 if the chat template rewrites earlier turns. All "
+        "branches are one sequence.",
+        present="`environment.name`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
         "conversation/call_fraction",
         "Share of conversations in which the model called a tool.",
         present="`environment.name`",
@@ -580,8 +599,8 @@ METRICS = (
     ),
     Metric(
         "conversation/observation_tokens",
-        "Mean number of tokens of a conversation that the model was given: observations, and what the chat template "
-        "writes around them. They are not trained on.",
+        "Mean number of tokens of a conversation that the model was given: observations, what the chat template writes "
+        "around them, and earlier turns that it has rewritten. They are not trained on.",
         present="`environment.name`",
         unit="number",
         reduction=Reduction.COMPLETION_MEAN,
@@ -1160,9 +1179,33 @@ METRICS = (
         label="updates",
     ),
     Metric(
+        "lag/token_updates",
+        "Age of a sampled token in optimizer updates. Less than `lag/updates`, because newer weights have continued "
+        "completions. Mean over tokens.",
+        present="`rollout.span_tokens`",
+        unit="number",
+        reduction=Reduction.TOKEN_MEAN,
+        panels=("lag",),
+        label="updates, per token",
+    ),
+    Metric(
+        "lag/spans",
+        "How many versions of the weights have sampled a completion. Mean over completions.",
+        present="`rollout.span_tokens`",
+        unit="number",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
+        "lag/continued_fraction",
+        "Share of the completions that were cut and continued with newer weights.",
+        present="`rollout.span_tokens`",
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+    ),
+    Metric(
         "lag/NAME/ess",
-        "Effective sample size of the computed tokens of completions that are NAME updates old, as a share of their "
-        "number: `(sum w)^2 / (N sum w^2)` with `w = pi/mu`, where `pi` is the policy when the token was trained on.",
+        "Effective sample size of the computed tokens that are NAME updates old, as a share of their number: "
+        "`(sum w)^2 / (N sum w^2)` with `w = pi/mu`, where `pi` is the policy when the token was trained on.",
         present="computed, `rollout.max_lag`",
         unit="share",
         reduction=Reduction.GATHER,
@@ -1171,7 +1214,7 @@ METRICS = (
     ),
     Metric(
         "lag/NAME/clip_fraction",
-        "Share of the computed tokens of these completions on which the trust region acted.",
+        "Share of these tokens on which the trust region acted.",
         present="computed, `rollout.max_lag`",
         unit="share",
         reduction=Reduction.TOKEN_MEAN,
@@ -1211,6 +1254,34 @@ METRICS = (
         "Upper end of its 95 % interval.",
         present="evaluation",
         unit="share",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/reward",
+        "Mean reward of the sampled held-out completions of a problem, mean over problems with a scored one. With "
+        "partial credit it moves where accuracy stays at 0 %.",
+        present="evaluation",
+        unit="number",
+        reduction=Reduction.SAME,
+        panels=("learning",),
+        label="held-out reward",
+        heading="held-out reward",
+        band=("eval/reward_low", "eval/reward_high"),
+        same_as="eval/accuracy",
+    ),
+    Metric(
+        "eval/reward_low",
+        "Lower end of its 95 % interval (Student's t, over problems). There is none if all problems have the same mean "
+        "reward.",
+        present="evaluation",
+        unit="number",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/reward_high",
+        "Upper end of its 95 % interval.",
+        present="evaluation",
+        unit="number",
         reduction=Reduction.SAME,
     ),
     Metric(
@@ -1258,6 +1329,31 @@ METRICS = (
         "The same accuracy with one greedy completion per problem.",
         present="evaluation, with `eval.sets` or `data.mix`, and `greedy`",
         unit="share",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/NAME/reward",
+        "The mean reward on that set or source.",
+        present="evaluation, with `eval.sets` or `data.mix`",
+        unit="number",
+        reduction=Reduction.SAME,
+        panels=("set-rewards",),
+        label="NAME",
+        band=("eval/NAME/reward_low", "eval/NAME/reward_high"),
+        same_as="eval/NAME/accuracy",
+    ),
+    Metric(
+        "eval/NAME/reward_low",
+        "Lower end of its 95 % interval (Student's t, over problems).",
+        present="evaluation, with `eval.sets` or `data.mix`",
+        unit="number",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/NAME/reward_high",
+        "Upper end of its 95 % interval.",
+        present="evaluation, with `eval.sets` or `data.mix`",
+        unit="number",
         reduction=Reduction.SAME,
     ),
     Metric(
@@ -1536,6 +1632,7 @@ def named(metric: Metric, keys: Iterable[str]) -> Iterator[Metric]:
             key=metric.key.replace("NAME", name),
             label=metric.label.replace("NAME", name),
             band=(low, high) if metric.band else None,
+            same_as=metric.same_as.replace("NAME", name),
         )
 
 

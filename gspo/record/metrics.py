@@ -30,6 +30,7 @@ from gspo.objectives.ratio import MAX_LOG_RATIO
 from gspo.objectives.rounding import root_mean_square, rounding_noise
 from gspo.objectives.samples import drop_reason
 from gspo.objectives.sequences import Sequences
+from gspo.record.columns import answer_and_columns
 from gspo.redact import known_secrets, redacted
 from gspo.reduction import Family, Gather, Max, Mean, Reduced, Same, Sum, std
 from gspo.rollout.gather import CollectResult
@@ -57,24 +58,37 @@ def step_metrics(
 
 
 def lag_metrics(
-    collected: CollectResult, learned: LearnResult | None, *, step: int, updates: int
+    collected: CollectResult, learned: LearnResult | None, *, step: int, updates: int, spans: bool = False
 ) -> dict[str, Reduced]:
-    """How old a batch was when `step` and `updates` optimizer steps were done, and what its age costs."""
+    """How old a batch was when `step` and `updates` optimizer steps were done, and what its age costs. `spans`: whether
+    completions are cut and continued."""
     assert collected.weights is not None
     completions = [c for group in collected.rollouts.sampled for c in group.completions]
     return {
         "lag/steps": Same(step - collected.weights),
         "lag/updates": Mean.of([updates - c.version for c in completions]),
+        **(_span_metrics(completions, updates) if spans else {}),
         **(_by_age(learned, updates) if learned is not None and learned.computed_N.any() else {}),
     }
 
 
+def _span_metrics(completions: Sequence[Completion], updates: int) -> dict[str, Reduced]:
+    """How many weights have sampled a completion, and how old its tokens are."""
+    parts = [part for c in completions for part in c.sampled_by_version]
+    return {
+        "lag/token_updates": Mean(sum((updates - version) * n for version, n in parts), sum(n for _, n in parts)),
+        "lag/spans": Mean.of([len(c.segments) for c in completions]),
+        "lag/continued_fraction": Mean.of([len(c.segments) > 1 for c in completions]),
+    }
+
+
 def _by_age(learned: LearnResult, updates: int) -> dict[str, Reduced]:
-    """Effective sample size and clipping of the computed tokens, by the age of their completions in updates."""
+    """Effective sample size and clipping of the computed tokens, by their age in updates."""
     tokens = learned.tokens
-    age_B = torch.tensor([updates - s.completion.version for s in learned.samples], device=learned.computed_N.device)
-    age_N = tokens.sequences.expand(age_B)
-    ages = sorted(set(age_B.tolist()))
+    parts = [part for s in learned.samples for part in s.completion.sampled_by_version]
+    version_P, count_P = torch.tensor(parts, device=learned.computed_N.device).unbind(1)
+    age_N = (updates - version_P).repeat_interleave(count_P)
+    ages = sorted(set(age_N.tolist()))
     at = {str(age): (age_N == age) & learned.computed_N for age in ages}
     weight_N = (tokens.logp_N - tokens.logp_behavior_N).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return {
@@ -150,6 +164,7 @@ def _conversations(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, Reduc
     given = sum(len(c.token_ids) - c.sampled_count for c, _ in pairs)
     return {
         "conversation/turns": Mean.of([len(conversation.turns) for conversation in found]),
+        "conversation/branches": Mean.of([len(c.branches) or 1 for c, _ in pairs if c.conversation is not None]),
         "conversation/call_fraction": Mean.of([any(t.calls for t in c.turns) for c in found]),
         "conversation/failed_call_fraction": Mean(sum(turn.failed_calls for turn in turns), calls),
         "conversation/observation_tokens": Mean(given, len(found)),
@@ -405,8 +420,11 @@ def rollout_records(
 
     With `routes`, a record also holds the sampler's experts, which routing replay trained with."""
     by_sequence = _by_sequence(learned) if learned else []
+    current, row = None, {}
     for group, c, s, index, reason in _completions(objective, collected, learned):
-        record = _completion_record(group, c, s) | (_sampler_experts(c) if routes else {})
+        if group is not current:
+            current, row = group, answer_and_columns(group.prompt)
+        record = _completion_record(group, c, s) | row | (_sampler_experts(c) if routes else {})
         if index is None or learned is None:
             yield record | {"trained": False, "drop_reason": reason}
         else:
@@ -451,7 +469,8 @@ def _conversation_record(completion: Completion) -> dict[str, Any]:
         {"start": t.start, "end": t.end, "reward": t.reward, "calls": t.calls, "failed_calls": t.failed_calls}
         for t in conversation.turns
     ]
-    return {"turns": turns, "end": conversation.end}
+    branches = [(b.start, b.parent, b.shared) for b in completion.branches]
+    return {"turns": turns, "end": conversation.end, **({"branches": branches} if branches else {})}
 
 
 def _sampler_experts(completion: Completion) -> dict[str, Any]:

@@ -211,6 +211,12 @@ class Batch:
         return self.done.is_set() or (not job.probe and job.key(job.samples[0]) in self._parts)
 
     @property
+    def share(self) -> float:
+        """The share of the calls' results that are there."""
+        results = len(self._parts)
+        return results / max(1, results + self._remaining)
+
+    @property
     def busy(self) -> bool:
         """Whether a call is in progress."""
         return bool(self._running)

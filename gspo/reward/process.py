@@ -76,9 +76,11 @@ class ChildProcess:
     """Owns a Python process and its three pipes. Belongs to one thread; the kernel kills the process when that thread
     ends."""
 
-    def __init__(self, module: str, setting: str) -> None:
-        """`module` is what the process runs, and `setting` how many there are. Errors use it."""
+    def __init__(self, module: str, setting: str, keeps: Callable[[str], bool] = lambda name: True) -> None:
+        """`module` is what the process runs, and `setting` how many there are. Errors use it. `keeps` says which
+        environment variables of this process it gets."""
         self._module = module
+        self._keeps = keeps
         self._setting = setting
         self._process: subprocess.Popen[bytes] | None = None
         self._tail = b""
@@ -96,7 +98,7 @@ class ChildProcess:
         self.kill()  # reap one that ended on its own
         self._tail = b""
         try:
-            self._process = _popen(self._module)
+            self._process = _popen(self._module, self._keeps)
         except OSError as error:
             raise RewardError(f"{self._setting}: cannot start a worker process: {error}; use fewer") from None
 
@@ -350,14 +352,14 @@ class WorkerProcess(ChildProcess):
         return ", ".join(source["spec"] for source in self._load["load"])
 
 
-def _popen(module: str) -> subprocess.Popen[bytes]:
+def _popen(module: str, keeps: Callable[[str], bool]) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module],  # -P: do not import a json.py from the current directory
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
-        env=_environment(),
+        env={name: value for name, value in _environment().items() if keeps(name)},
         start_new_session=True,  # Ctrl-C must reach only the trainer, and one killpg must reach all children
     )
     for pipe in _pipes(process):

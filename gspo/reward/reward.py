@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from gspo.activity import Activity, activity
 from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
 from gspo.reward.function import RunFacts, Source, lacking, load_in_process, one_line
@@ -196,13 +197,15 @@ class RewardPool:
     def score(self, groups: Groups, functions: Collection[str] | None = None) -> list[list[Score]]:
         """Score every completion of every group, with all functions or only those of these names."""
         rules = [self._rule(prompt.source, functions) for prompt, _ in groups]
-        with self._scoring:
+        total = sum(len(completions) for _, completions in groups)
+        with self._scoring, activity("scoring", total=total, unit="completions") as doing:
             batch = self._batch(groups, rules)
             jobs = batch.jobs()
             for job in jobs:
                 if job.function in self._own:
                     self._call_here(job)
-            self._run(batch, [job for job in jobs if job.function not in self._own])
+                    doing.done = int(batch.share * total)
+            self._run(batch, [job for job in jobs if job.function not in self._own], doing)
         return [
             self._combine_group(rule, [batch.parts(g, i) for i in range(len(completions))])
             for g, (rule, (_, completions)) in enumerate(zip(rules, groups, strict=True))
@@ -281,7 +284,7 @@ class RewardPool:
         batch.done.clear()
         self._run(batch, [Job(batch=batch, function=function)])
 
-    def _run(self, batch: Batch, jobs: Sequence[Job]) -> None:
+    def _run(self, batch: Batch, jobs: Sequence[Job], doing: Activity | None = None) -> None:
         if self._closing:
             raise RewardError("the reward pool is closed; build a new one")
         self._add(jobs)
@@ -290,6 +293,8 @@ class RewardPool:
                 if not any(thread.is_alive() for thread in self._threads):
                     raise RewardError("the reward pool was closed while it was scoring")
                 self._watch(batch)
+                if doing:
+                    doing.done = int(batch.share * doing.total)
         finally:
             batch.done.set()  # after Ctrl-C: pending calls are dropped and running calls are cancelled
         self._make_whole(batch)

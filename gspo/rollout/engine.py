@@ -16,7 +16,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from types import ModuleType
 from typing import Any, Protocol
@@ -54,6 +54,8 @@ class EngineTraits:
     on_leader: bool = False
     """Whether the leader of several ranks can have one that samples all completions. The other ranks take part when it
     needs the weights."""
+    extends: bool = False
+    """Whether it is an `ExtendingEngine`: it can cut completions and continue them with other weights."""
     accepts_quantized: bool = False
     """Whether it can sample from 4-bit weights."""
     memory_options: tuple[str, ...] = ()
@@ -107,6 +109,84 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free all resources. May be called twice."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """Completions of a prompt to continue."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    """Those that were cut are continued, the others stay as they are."""
+    stream: str
+    """The occasion, as in `Engine.generate`. A completion has the same one in every call."""
+    tokens: int
+    """Each is continued by at most this many tokens, and then cut again."""
+
+
+class ExtendingEngine(Engine, Protocol):
+    """An engine that continues completions which were cut.
+
+    Sampling in parts gives the distribution of sampling at once. Engines whose random numbers depend on the position
+    in a completion (`local`) give the same completion, up to rounding, if the weights have not changed in between."""
+
+    def extend(
+        self,
+        extensions: Sequence[Extension],
+        *,
+        sampling: Sampling,
+        seed: int,
+        version: int,
+        routes: bool = False,
+    ) -> list[list[Completion]]:
+        """Continue completions with the learner's current weights, whose version is `version`.
+
+        The prompt and the tokens so far are prefilled with these weights. Tokens that exist keep their log-probs and
+        their experts. `Completion.spans` says which weights sampled which tokens. A completion without tokens (`begun`)
+        starts here."""
+        ...
+
+
+def begun(prompt: Prompt, samples: int, version: int) -> tuple[Completion, ...]:
+    """Completions of a prompt that have no tokens yet."""
+    return tuple(
+        Completion(
+            prompt_id=prompt.id,
+            sample=sample,
+            token_ids=(),
+            text="",
+            logp_sampler=(),
+            stop=StopReason.CUT,
+            version=version,
+        )
+        for sample in range(samples)
+    )
+
+
+def continued(before: Completion, spans: Sequence[tuple[int, int]], fields: Mapping[str, Any]) -> Completion:
+    """A completion that was cut, with the tokens that were added. `spans`: the versions of the weights that sampled
+    those, each with its first token. `fields` describe all tokens: `Controls.fields`, text and experts; numbers in
+    `logp_sampler` for the tokens before the cut are ignored."""
+    count, routes = len(before.token_ids), fields.get("routes")
+    assert before.stop is StopReason.CUT
+    assert fields["token_ids"][:count] == before.token_ids
+    if before.routes is not None and routes is not None:
+        # The forward pass that sampled a token chose its experts. The later prefill may have chosen others.
+        routes = replace(routes, experts=before.routes.experts + routes.experts[len(before.routes.experts) :])
+    all_spans = [(s.version, s.start) for s in before.segments] if count else []
+    for version, first in spans:
+        if first < len(fields["token_ids"]) and (not all_spans or all_spans[-1][0] != version):
+            all_spans.append((version, first))
+    return replace(
+        before,
+        **{
+            **fields,
+            "logp_sampler": before.logp_sampler + fields["logp_sampler"][before.sampled_count :],
+            "routes": routes,
+            "version": all_spans[0][0],
+            "spans": tuple(all_spans) if len(all_spans) > 1 else (),
+        },
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +274,7 @@ class Controls:
 
     def ends(self, ids_B: Sequence[Sequence[int]], cut_B: Sequence[bool]) -> list[End]:
         """The ends of completions that have been sampled to an end token, to the limit, or to a stop string or some
-        tokens after it."""
+        tokens after it. Those with fewer tokens and neither of them were cut."""
         tails = [Tail(ids=ids, cut=cut) for ids, cut in zip(ids_B, cut_B, strict=True)]
         return [self._end(tail, index) for tail, index in zip(tails, self.stop_indices(tails), strict=True)]
 
@@ -203,6 +283,8 @@ class Controls:
         stop = StopReason.LENGTH if index is None else StopReason.STOP
         if tail.ids[length - 1] in self.stop_ids:
             stop = StopReason.EOS
+        elif index is None and length < self.sampling.max_tokens:
+            stop = StopReason.CUT
         return End(length=length, stop=stop, cut=tail.cut and length > self.sampling.thinking_budget)
 
     def fields(self, ids: Sequence[int], logp: Sequence[float], end: End) -> dict[str, Any]:
@@ -227,6 +309,14 @@ def controls_for(context: EngineContext, sampling: Sampling) -> Controls:
     from gspo.rollout.controls import TextControls
 
     return TextControls(context, sampling)
+
+
+def ends_thinking(controls: Controls, completion: Completion) -> bool:
+    """Whether a completion that was cut gets the end of its thinking, or has got it."""
+    budget, count = controls.sampling.thinking_budget, len(completion.token_ids)
+    if not budget or count < budget:
+        return False
+    return completion.thinking_cut if count > budget else controls.unclosed([completion.token_ids])[0]
 
 
 # --- Engines by name ---

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gspo.activity import activity
 from gspo.errors import DiskError, EngineError, WeightSyncError
 from gspo.ranks.codec import convert, encode
-from gspo.rollout.engine import DecodeStats
-from gspo.types import Completion, Prompt, Sampling
+from gspo.rollout.engine import DecodeStats, Extension
+from gspo.types import Completion, Prompt, Sampling, StopReason
 
 LAST_LINES = 5
 """Lines of the log that an error quotes."""
@@ -167,25 +168,25 @@ class SamplingProcess:
             self.start()
             self._write(_CURRENT, self._weights())
             self._loaded = ""
-            return self._generate(_CURRENT, prompts, options)
+            return self._sample(_CURRENT, _generate(prompts, options), samples * len(prompts))
 
     def after_step(self, step: int) -> WeightsEngine:
         """An engine that samples from the weights after `step`, which must have been published."""
         return WeightsEngine(self, str(step))
 
-    def generate_from(self, name: str, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[list[Completion]]:
-        """Sample from the weights of this name."""
+    def sample_from(self, name: str, command: Mapping[str, Any], count: int) -> list[list[Completion]]:
+        """Sample `count` completions, or a part of them, from the weights of this name."""
         with self._busy:
-            return self._generate(name, prompts, options)
+            return self._sample(name, command, count)
 
-    def _generate(self, name: str, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[list[Completion]]:
+    def _sample(self, name: str, command: Mapping[str, Any], count: int) -> list[list[Completion]]:
         if self._loaded != name:
             self._send({"command": "load", "name": name, "path": str(self._file(name))})
             self._loaded = name
-        plain = [prompt.without_columns() for prompt in prompts]
-        self._send({"command": "generate", "prompts": plain, "options": dict(options)})
-        while "weights" not in (answer := self._answer()):
-            pass  # the answers to `build` and `load`
+        with activity(f"sampling {count:,} completions in the sampling process"):
+            self._send(command)
+            while "weights" not in (answer := self._answer()):
+                pass  # the answers to `build` and `load`
         sampled: Sampled = convert(Sampled, answer)
         if sampled.weights != name:
             raise WeightSyncError(
@@ -319,7 +320,22 @@ class WeightsEngine:
         routes: bool = False,
     ) -> list[list[Completion]]:
         options = _options(samples, sampling, seed, stream, version, routes)
-        return self._process.generate_from(self._name, prompts, options)
+        return self._process.sample_from(self._name, _generate(prompts, options), samples * len(prompts))
+
+    def extend(
+        self,
+        extensions: Sequence[Extension],
+        *,
+        sampling: Sampling,
+        seed: int,
+        version: int,
+        routes: bool = False,
+    ) -> list[list[Completion]]:
+        plain = [replace(extension, prompt=extension.prompt.without_columns()) for extension in extensions]
+        options = {"sampling": sampling, "seed": seed, "version": version, "routes": routes}
+        cut = sum(c.stop is StopReason.CUT for extension in extensions for c in extension.completions)
+        command = {"command": "extend", "extensions": plain, "options": options}
+        return self._process.sample_from(self._name, command, cut)
 
     def sync(self, version: int) -> None:
         """Nothing to do: every call names its weights."""
@@ -335,6 +351,12 @@ def _weights_parent(room: int) -> Path | None:
     except OSError:  # systems other than Linux have no such directory
         free = 0
     return _SHARED_MEMORY if free > 2 * room else None
+
+
+def _generate(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The message that asks for completions."""
+    plain = [prompt.without_columns() for prompt in prompts]
+    return {"command": "generate", "prompts": plain, "options": dict(options)}
 
 
 def _options(samples: int, sampling: Sampling, seed: int, stream: str, version: int, routes: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ output is data, whatever it looks like.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from gspo.errors import panics_as_errors
 from gspo.redact import known_secrets, redacted_pieces
 from gspo.safe_files import open_regular, read_regular
 from gspo.types import UNIFORM_TOLERANCE
+from gspo.view.run_reader import LONGEST_NAME, bounded
 
 LARGEST_FILE = 1 << 28
 """Size limit of a rollouts file in bytes."""
@@ -35,6 +37,10 @@ MOST_RECORDS = 50_000
 """Lines read from a rollouts file. A short line takes many times its size once it is parsed."""
 MOST_LISTED = 2000
 """Listed completions or groups of a step."""
+LONGEST_COLUMN = 4000
+"""Displayed characters of a column of the row."""
+MOST_COLUMNS = 50
+"""Displayed columns of a row."""
 
 Record = Mapping[str, Any]
 
@@ -129,11 +135,14 @@ class Completions:
             "version": record.get("version"),
             "parts": record["parts"],
             "failure": record.get("failure"),
+            "answer": record["answer"],
+            "columns": record["columns"],
             "shaped_reward": record.get("shaped_reward"),
             "tokens": ids,
             "pieces": self._pieces.of(ids),
             "omitted_tokens": max(0, len(record.get("token_ids") or ()) - MOST_TOKENS),
             **({"turns": record["turns"]} if record["turns"] else {}),
+            **({"branches": record["branches"]} if record["branches"] else {}),
             **({"sampled": record["sampled"][:MOST_TOKENS]} if record["sampled"] else {}),
             **{name: _per_token(record, name)[:MOST_TOKENS] for name in TOKEN_FIELDS if record.get(name)},
         }
@@ -260,9 +269,20 @@ def _validate(raw: Record) -> Record:
     record |= {key: _number_list(raw.get(key)) for key in ("token_ids", *TOKEN_FIELDS)}
     record["sampled"] = _mask(raw.get("sampled"), len(record["token_ids"] or ()))
     record["turns"] = _turns(raw.get("turns"), len(record["token_ids"] or ()))
+    record["branches"] = _branches(raw.get("branches"), len(record["token_ids"] or ()))
     parts = raw.get("parts")
     record["parts"] = {k: _only(v, int, float) for k, v in parts.items()} if isinstance(parts, dict) else {}
+    columns = raw.get("columns")
+    shown = list(columns.items())[:MOST_COLUMNS] if isinstance(columns, dict) else []
+    record["columns"] = {k[:LONGEST_NAME]: _column(v) for k, v in shown}
+    record["answer"] = None if raw.get("answer") is None else _column(raw["answer"])
     return record
+
+
+def _column(value: Any) -> str:
+    """A value of a row as text: JSON, unless it is text."""
+    value = bounded(value)
+    return _truncate(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), LONGEST_COLUMN)
 
 
 def _only(value: Any, *types: type) -> Any:
@@ -282,6 +302,13 @@ def _mask(value: Any, length: int) -> list[int] | None:
 
 MOST_TURNS = 1000
 """Displayed turns of a conversation."""
+
+
+def _branches(value: Any, tokens: int) -> list[list[int]]:
+    """Start, parent and shared tokens of each branch, in order; empty if they are not valid."""
+    found = value[:MOST_TURNS] if isinstance(value, list) else []
+    numbers = all(isinstance(b, list) and len(b) == 3 and all(type(n) is int for n in b) for b in found)
+    return found if numbers and all(0 <= start <= tokens for start, _, _ in found) else []
 
 
 def _turns(value: Any, tokens: int) -> list[dict[str, Any]]:
@@ -317,6 +344,7 @@ def _group(number: int, records: Sequence[Record]) -> dict[str, Any]:
         "group": number,
         "prompt_id": records[0].get("prompt_id"),
         "prompt": _truncate(records[0].get("prompt"), EXCERPT),
+        "answer": None if records[0]["answer"] is None else _truncate(records[0]["answer"], EXCERPT),
         "completions": [_summary(r) for r in records],
         "uniform": uniform,
         "correct": sum(correct),

@@ -223,6 +223,27 @@ def _held_out(facts: RunFacts) -> Finding | None:
                 "overlap."
             ),
         )
+    return _held_out_reward(first, last)
+
+
+def _held_out_reward(first: Row, last: Row) -> Finding | None:
+    """With partial credit the reward changes where accuracy does not."""
+    keys = ("eval/reward_low", "eval/reward", "eval/reward_high")
+    if any(row.get(key) is None for row in (first, last) for key in keys):
+        return None
+    before_low, before, before_high = (float(first[key]) for key in keys)
+    low, after, high = (float(last[key]) for key in keys)
+    changed = f"from {before:.3g} at step {_step(first)} to {after:.3g} at step {_step(last)}"
+    if low > before_high:
+        what = f"The mean held-out reward rose {changed}; the 95 % intervals do not overlap."
+        return Finding(name="learning", level="good", what=what)
+    if high < before_low:
+        return Finding(
+            name="reward drop",
+            level="bad",
+            what=f"The mean held-out reward fell {changed}; the 95 % intervals do not overlap.",
+            remedy="Start again with a lower learner.learning_rate, or stop at the best checkpoint.",
+        )
     return None
 
 
@@ -331,12 +352,68 @@ _DROP_REASONS = {
 """By the most frequent reason for dropping completions: the reason in words, and the remedy."""
 
 
+def _no_gradient(facts: RunFacts) -> Finding | None:
+    """Steps whose completions were trained on, but with a gradient of 0."""
+    idle = _zero_gradient(facts)
+    # One such step in ten is chance if a step has few groups.
+    if not idle or (10 * len(idle) <= len(facts.recent) and len(facts.recent) >= 10):
+        return None
+    why, remedy = _zero_gradient_cause(facts, idle)
+    return Finding(
+        name="no gradient",
+        level="bad" if 2 * len(idle) >= len(facts.recent) else "warn",
+        what=(
+            f"The gradient was 0 in {len(idle)} of the last {len(facts.recent)} steps, so the policy learned nothing "
+            f"from their completions: {why}."
+        ),
+        remedy=remedy,
+    )
+
+
+def _zero_gradient(facts: RunFacts) -> list[Row]:
+    return [r for r in facts.recent if r.get("grad/norm") == 0 and r.get("samples/trained") != 0]
+
+
+def _zero_gradient_cause(facts: RunFacts, idle: Sequence[Row]) -> tuple[str, str]:
+    """Why the gradient of these steps is 0, and what to change."""
+    if not facts.mean("advantage/std", idle) >= FLAT:
+        correct = facts.mean("reward/correct_fraction", idle)
+        reward = f"the rewards within every group are equal (mean {facts.mean('reward/mean', idle):.3g}"
+        if math.isnan(correct):
+            return f"{reward})", f"Use {_better_problems(correct)}, or check the reward: {_PARTIAL_CREDIT}."
+        why = f"{reward}, {_percent(correct)} of the completions correct)"
+        if 0.05 < correct < NEARLY_ALL:
+            more = "more completions per prompt (rollout.group_size)"
+            return why, f"Use problems that the model solves sometimes instead of always or never, or {more}."
+        check = "" if correct >= 0.5 else f", and check the reward: {_PARTIAL_CREDIT}"
+        return why, f"Use {_better_problems(correct)}{check}."
+    if facts.mean("clip/fraction_tokens", idle) >= 1:
+        sampler = (
+            'Set learner.old_logp = "recompute", so that ratios start from the current policy, or widen'
+            if facts.old_from_sampler
+            else "Widen"
+        )
+        return "every token is clipped", f"{sampler} objective.clip_low and objective.clip_high{_adaptive(facts)}."
+    return (
+        f"the advantages differ (standard deviation {facts.mean('advantage/std', idle):.2g}), but no token of a "
+        "completion with an advantage contributes to the loss",
+        "Look at the clip fraction and the sampler-learner mismatch: a trust region or a mismatch correction that "
+        "leaves out every token causes this.",
+    )
+
+
+_PARTIAL_CREDIT = "it may never be reached, and partial credit gives a gradient before the first success"
+
+
 def _uniform(facts: RunFacts) -> Finding | None:
     """Groups in which all rewards are equal. A penalty that is added to the reward can still give them a gradient."""
     share = facts.mean("groups/uniform_fraction")
     penalty = _penalty(facts)
     # `not share >= 0.5` instead of `share < 0.5`: an unknown share (NaN) is no finding.
     if len(facts.recent) < FEWEST_STEPS or not share >= 0.5:
+        return None
+    # `_no_gradient` reports it.
+    if len(_zero_gradient(facts)) == len(facts.recent):
         return None
     # An objective that compares completions across groups gets a gradient from uniform groups, too.
     if facts.objective.advantage_scope == "batch" and facts.mean("reward/std") >= FLAT:
@@ -783,6 +860,7 @@ RULES: tuple[Rule, ...] = (
     _held_out,
     _plateau,
     _no_trainable_samples,
+    _no_gradient,
     _uniform,
     _unscored,
     _truncated,

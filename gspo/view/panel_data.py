@@ -5,7 +5,7 @@ In: `record/metric_definitions.py`, which says what is on a panel and how it is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,10 @@ def phases() -> PanelCurves:
     return PanelCurves(panel=definitions.PHASES, metrics=tuple(definitions.metrics_of(definitions.PHASES)))
 
 
-def panel_keys(columns: Collection[str]) -> list[str]:
-    """Those of the columns that appear on a panel of curves."""
-    metrics = [m for shown in panels() for one in shown.metrics for m in definitions.named(one, columns)]
+def panel_keys(columns: Collection[str], equal: Callable[[str, str], bool] = lambda *_: False) -> list[str]:
+    """Those of the columns that appear on a panel of curves, without those that are `equal` to what they repeat."""
+    found = [m for shown in panels() for one in shown.metrics for m in definitions.named(one, columns)]
+    metrics = [m for m in found if not {m.key, m.same_as} <= set(columns) or not equal(m.key, m.same_as)]
     return [key for key in dict.fromkeys(k for m in metrics for k in (m.key, *(m.band or ()))) if key in columns]
 
 

@@ -165,7 +165,7 @@ class RunReader:
         axis = self.metrics.values(x)
         steps = self.metrics.values("step")
         inside = (axis >= first) & (axis <= last)
-        keys = panel_keys(self.metrics.columns) if len(axis) == len(steps) else []
+        keys = panel_keys(self.metrics.columns, self._equal) if len(axis) == len(steps) else []
         found = {key: downsample(axis[inside], self.metrics.values(key)[inside], points) for key in keys}
         selected = steps[inside] if keys else steps
         bounds = (float(selected.min()), float(selected.max())) if len(selected) else (-math.inf, math.inf)
@@ -175,6 +175,10 @@ class RunReader:
             "phases": self._phases(points, *bounds),
             "timeline": self._timeline(),
         }
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Whether two metrics have the same values."""
+        return np.allclose(self.metrics.values(one), self.metrics.values(other), rtol=0, atol=1e-9, equal_nan=True)
 
     def _timing_curves(
         self, points: int, axis: NDArray[np.float64], steps: NDArray[np.float64], first: float, last: float
@@ -234,7 +238,8 @@ class RunReader:
         return diagnose(self.facts())
 
     def _evaluations(self) -> list[dict[str, float]]:
-        keys = ("step", "reward/mean", "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
+        names = ("accuracy", "accuracy_low", "accuracy_high", "reward", "reward_low", "reward_high")
+        keys = ("step", "reward/mean", *(f"eval/{name}" for name in names))
         columns = {key: self.metrics.values(key) for key in keys if key in self.metrics.columns}
         if "eval/accuracy" not in columns:
             return []

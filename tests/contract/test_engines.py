@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo.errors import ConfigError, EngineError
-from gspo.rollout.engine import Engine, EngineContext, build_engine, engine_names
+from gspo.rollout.engine import Engine, EngineContext, Extension, begun, build_engine, engine_names, engine_traits
 from gspo.rollout.engines.scripted import ScriptedEngine
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.types import Completion, Prompt, Sampling, StopReason
@@ -354,3 +354,104 @@ def test_an_end_of_thinking_that_cannot_work_is_an_error(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         sample(engine, prompts, sampling=replace(SAMPLING, **{"thinking_budget": 4, **changes}))
+
+
+# --- Completions that are cut and continued ---
+
+
+def in_parts(
+    engine: Any, prompts: list[Prompt], parts: list[int], sampling: Sampling = SAMPLING, **changes: Any
+) -> list[list[list[Completion]]]:
+    """The completions after each part, which has at most so many tokens; versions count from 7."""
+    groups: list[list[Completion]] = [list(begun(prompt, 5, 7)) for prompt in prompts]
+    found = []
+    for version, tokens in enumerate(parts, start=7):
+        extensions = [
+            Extension(prompt=prompt, completions=tuple(group), stream="train/1", tokens=tokens)
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+        groups = engine.extend(extensions, sampling=sampling, seed=3, version=changes.get("version", version))
+        found.append(groups)
+    return found
+
+
+def extends(engine: Engine) -> bool:
+    return engine_traits(type(engine).__module__.rpartition(".")[2]).extends
+
+
+CONTROLLED = [
+    SAMPLING,
+    Sampling(max_tokens=12, min_tokens=6, stop=("1", "b")),
+    Sampling(max_tokens=12, min_tokens=10, thinking_budget=4, thinking_end="-="),
+]
+
+
+@pytest.mark.parametrize("sampling", CONTROLLED, ids=["plain", "stop strings", "thinking budget"])
+@pytest.mark.parametrize("parts", [[4, 5, 12], [5, 3, 12]])
+def test_a_completion_sampled_in_parts_is_the_completion_sampled_at_once(
+    engine: Engine, prompts: list[Prompt], sampling: Sampling, parts: list[int]
+) -> None:
+    if not extends(engine):
+        pytest.skip("it does not continue completions")
+    *early, last = in_parts(engine, prompts, parts, sampling, version=7)
+    for number, groups in enumerate(early, start=1):
+        for c in (c for group in groups for c in group):
+            # Inserted tokens stay together in some engines.
+            assert c.stop is not StopReason.CUT or len(c.token_ids) >= sum(parts[:number])
+            assert c.stop is StopReason.CUT or c in [c for group in last for c in group]
+    assert any(c.stop is StopReason.CUT for group in early[0] for c in group)
+    whole = sample(engine, prompts, sampling=sampling)
+    assert {c.stop for group in last for c in group} <= {StopReason.EOS, StopReason.STOP, StopReason.LENGTH}
+    assert all(c.spans == () and c.version == 7 for group in last for c in group)
+    if isinstance(engine, VllmEngine):  # its random numbers start anew with every request
+        for c in (c for group in last for c in group):
+            assert c.sampled_count == len(c.logp_sampler)
+            assert len(c.token_ids) == sampling.max_tokens or c.stop is not StopReason.LENGTH
+        return
+    assert close_to(last, whole)
+    fields = ("stop", "text", "sampled", "thinking_cut", "sample", "prompt_id")
+    for a, b in zip((c for g in last for c in g), (c for g in whole for c in g), strict=True):
+        assert [getattr(a, f) for f in fields] == [getattr(b, f) for f in fields]
+
+
+def test_log_probs_and_versions_of_parts_are_those_of_the_weights_that_sampled_them(
+    engine: Engine, prompts: list[Prompt], context: EngineContext
+) -> None:
+    if not extends(engine):
+        pytest.skip("it does not continue completions")
+    head = context.model.lm_head.weight
+    before = head.detach().clone()
+
+    def expected(prompt: Prompt, completion: Completion) -> list[float]:
+        ids = torch.tensor([prompt.token_ids + completion.token_ids])
+        with torch.no_grad():
+            logp = context.model(ids).logits[0, :-1].float().log_softmax(-1)
+        return logp.gather(1, ids[0, 1:, None])[len(prompt.token_ids) - 1 :, 0].tolist()  # type: ignore[no-any-return]
+
+    (first,) = in_parts(engine, prompts, [4])
+    try:
+        with torch.no_grad():
+            head.mul_(1.5)
+        again = [
+            Extension(prompt=prompt, completions=tuple(group), stream="train/1", tokens=12)
+            for prompt, group in zip(prompts, first, strict=True)
+        ]
+        last = engine.extend(again, sampling=SAMPLING, seed=3, version=8)  # type: ignore[attr-defined]
+        new = [[expected(prompt, c) for c in group] for prompt, group in zip(prompts, last, strict=True)]
+    finally:
+        with torch.no_grad():
+            head.copy_(before)
+    old = [[expected(prompt, c) for c in group] for prompt, group in zip(prompts, last, strict=True)]
+    changed = [
+        (c, o, n)
+        for group, old_G, new_G in zip(last, old, new, strict=True)
+        for c, o, n in zip(group, old_G, new_G, strict=True)
+        if c.spans
+    ]
+    assert changed
+    for c, o, n in changed:
+        assert c.spans == ((7, 0), (8, 4))
+        assert c.sampled_by_version == ((7, 4), (8, len(c.token_ids) - 4))
+        assert c.logp_sampler[:4] == pytest.approx(o[:4], abs=2e-5)
+        assert c.logp_sampler[4:] == pytest.approx(n[4:], abs=2e-5)
+        assert c.logp_sampler[4:] != pytest.approx(o[4:], abs=1e-3)

@@ -103,15 +103,15 @@ def test_a_template_that_drops_thinking_is_refused() -> None:
     made = tokenizer(DROPS, "<|im_start|>", "<|im_end|>")
     ends = (made.convert_tokens_to_ids("<|im_end|>"),)
     for tools in ([], [SCHEMA]):
-        with pytest.raises(ConfigError, match=r"environment.rewritten_history: .* set it to \"verbatim\""):
-            ObservationTemplate(made, ends, tools)
+        with pytest.raises(ConfigError, match=r"environment.rewritten_history: .* set it to \"branch\""):
+            ObservationTemplate(made, ends, tools, rewritten="refuse")
         ObservationTemplate(made, ends, tools, rewritten="verbatim")
 
 
 def test_a_template_that_drops_thinking_only_before_questions_works_with_tools() -> None:
     made = tokenizer(UNTIL_USER, "<|im_start|>", "<|im_end|>")
     ends = (made.convert_tokens_to_ids("<|im_end|>"),)
-    template = ObservationTemplate(made, ends, [SCHEMA])
+    template = ObservationTemplate(made, ends, [SCHEMA], rewritten="refuse")
     assert "21" in text(template, RESULT, ended=True)
     with pytest.raises(DataError, match="before a message of role user"):
         template.token_ids([{"role": "user", "content": "And?"}], ended=True)

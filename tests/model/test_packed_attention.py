@@ -152,6 +152,7 @@ def test_a_micro_batch_has_the_blocks_of_its_packed_row() -> None:
     assert micro.packing is not None
     assert micro.position_ids is not None
     made = micro.packing.blocks
+    assert made is not None
     expected = attention_blocks(groups)
     assert torch.equal(made.entries, expected.entries)
     assert torch.equal(made.layout, expected.layout)
@@ -250,7 +251,9 @@ def test_the_same_as_separate_sequences_on_triton(monkeypatch: pytest.MonkeyPatc
     dtype = torch.bfloat16 if CUDA else torch.float16
     query, key, value = inputs_of(len(packing.place_I), (2, 1), 64, dtype)
     inputs = [query, key.contiguous(), value]
-    found = run(lambda *given: attention.shared_prompt_attention(*given, 0.1, packing.blocks), inputs, dtype)
+    blocks = packing.blocks
+    assert blocks is not None
+    found = run(lambda *given: attention.shared_prompt_attention(*given, 0.1, blocks), inputs, dtype)
     expected = run(lambda *given: attention._as_rows(*given, 0.1, packing), inputs, torch.float64)
     for ours, exact in zip(found, expected, strict=True):
         assert distance(ours, exact) < 1e-2

@@ -25,6 +25,21 @@ def test_a_step_that_trained_on_nothing_says_so_and_repeats_no_earlier_number(ca
     assert "held-out 25.0%" in second  # of the last evaluation, which is still the last
 
 
+def test_a_line_has_the_held_out_reward_where_it_differs_from_the_accuracy(capsys: Any) -> None:
+    reward = {"eval/accuracy": 0.0, "eval/reward": 0.25, "eval/reward_low": 0.2, "eval/reward_high": 0.3}
+    display = PlainDisplay()
+    display.evaluated(reward)
+    display.step(
+        1, 3, TRAINED | reward | {"eval/reward": 0.5, "eval/amc/accuracy": 0.0, "eval/amc/reward": 0.75}, TIMES
+    )
+    display.step(2, 3, TRAINED | {"eval/accuracy": 0.25, "eval/reward": 0.25, "eval/amc/reward": 0.0}, TIMES)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "held-out 0.0%  held-out reward 0.250 → 0.500 ±0.050  amc 0.0%  amc reward 0.750" in first
+    assert "reward 0." in second
+    assert "held-out reward" not in second  # with a reward of 0 or 1 it repeats the accuracy
+    assert "amc reward" not in second
+
+
 def test_the_live_panel_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     display = LiveDisplay()
     shown: list[list[tuple[str, str]]] = []

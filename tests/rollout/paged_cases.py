@@ -52,15 +52,15 @@ def controls_of(sampling: Sampling) -> Controls:
     return controls_for(EngineContext(model=None, tokenizer=Letters(), stop_ids=(EOS,)), sampling)
 
 
-def queue_of(lengths: Sequence[int], samples: int) -> Queue:
-    return make_queue([prompt_of(n) for n in lengths], samples=samples, seed=1, stream="train/0")
+def queue_of(lengths: Sequence[int], samples: int, sampling: Sampling = SAMPLING) -> Queue:
+    return make_queue([prompt_of(n) for n in lengths], samples=samples, sampling=sampling, seed=1, stream="train/0")
 
 
 def decode_paged(
     model: Any, lengths: Sequence[int] = LENGTHS, samples: int = 3, sampling: Sampling | None = None, **options: Any
 ) -> DecodeResult:
-    queue = queue_of(lengths, samples)
     sampling = sampling or SAMPLING
+    queue = queue_of(lengths, samples, sampling)
     settings = {"slots": 8, "prefill_tokens": 100, **options}
     with torch.no_grad():
         return paged.PagedBatch(model, queue, controls_of(sampling), **settings).run()
@@ -73,7 +73,7 @@ def decode_plain(
     context = EngineContext(model=model, tokenizer=None, stop_ids=(EOS,))
     engine = local.LocalEngine(context, slots=5, prefill_tokens=64)
     engine.paged = False
-    queue = queue_of(lengths, samples)
+    queue = queue_of(lengths, samples, sampling or SAMPLING)
     with torch.no_grad():
         return engine._decode(model, queue, controls_of(sampling or SAMPLING), options.get("routers"))
 

@@ -152,7 +152,7 @@ def test_only_what_is_completed_after_min_tokens_counts() -> None:
     for min_tokens, length in ((0, 2), (1, 2), (2, 5), (4, 5), (5, 8), (8, 8)):
         (end,) = controls("byte_level", stop=("ab",), min_tokens=min_tokens).ends([ids], [False])
         assert end.length == length, min_tokens
-        assert end.stop is (StopReason.LENGTH if min_tokens == 8 else StopReason.STOP)
+        assert end.stop is (StopReason.CUT if min_tokens == 8 else StopReason.STOP)
 
 
 def test_an_end_token_is_an_end_token_whatever_its_name_contains() -> None:

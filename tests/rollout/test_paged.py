@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from types import FunctionType
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from interpreted import CUDA, INTERPRETED, run_interpreted
 from paged_cases import (
     DEVICE,
+    EOS,
     LENGTHS,
     SAMPLING,
     VOCABULARY,
@@ -26,17 +28,19 @@ from paged_cases import (
     decode_plain,
     model_of,
     prompt_of,
+    queue_of,
 )
 from torch import Tensor
 
 from gspo.errors import KernelWarning, NumericalError
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import DecodeStats, EngineContext, controls_for
+from gspo.rollout.engine import DecodeStats, EngineContext, Extension, begun, controls_for
+from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.local import decoder, kernels, paged
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, float32_logits, obstacle_to_paging
-from gspo.rollout.local.sampling import GREEDY, DecodeResult, make_queue, sample_from_logits, uniform
+from gspo.rollout.local.sampling import GREEDY, DecodeResult, sample_from_logits, uniform
 from gspo.rollout.local.slots import INPUT, KEY, LIVE, POSITION, SAMPLED, Slots, make_slots
 from gspo.types import Sampling, StopReason
 
@@ -173,13 +177,46 @@ def test_controls_act_as_in_plain_decoding(model: Any, name: str, options: dict[
     assert {end.cut for end in ours.ends} == ({True, False} if sampling.thinking_budget else {False})
 
 
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(n, marks=pytest.mark.slow) for n in CONTROLS)])
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_completions_continue_where_they_were_cut(
+    model: Any, name: str, is_paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled in parts of different lengths at the same time, they are what they are if sampled at once."""
+    sampling = Sampling(max_tokens=60, **CONTROLS.get(name, {}))
+    routers = find_routers(model)
+    context = EngineContext(model=model, tokenizer=Letters(), stop_ids=(EOS,), routers=routers)
+    engine = LocalEngine(context, slots=5, prefill_tokens=100)
+    engine.paged = is_paged
+    prompts = [prompt_of(n) for n in LENGTHS]
+    groups: list[Any] = [begun(prompt, 3, 1) for prompt in prompts]
+    for part in ((20, 7), (15, 60), (60, 60)):
+        extensions = [
+            Extension(prompt=prompt, completions=tuple(group), stream="train/0", tokens=part[i % 2])
+            for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+        ]
+        groups = engine.extend(extensions, sampling=sampling, seed=1, version=1, routes=True)
+        if part == (20, 7):
+            lengths = [{len(c.token_ids) for c in group if c.stop is StopReason.CUT} for group in groups]
+            assert all(found <= {part[i % 2]} for i, found in enumerate(lengths))
+            assert sum(map(len, lengths)) > len(LENGTHS) // 2
+    engine.paged = False
+    whole = engine.generate(prompts, samples=3, sampling=sampling, seed=1, stream="train/0", version=1, routes=True)
+    for group, expected in zip(groups, whole, strict=True):
+        for a, b in zip(group, expected, strict=True):
+            assert replace(a, logp_sampler=(), routes=None) == replace(b, logp_sampler=(), routes=None)
+            assert a.logp_sampler == pytest.approx(b.logp_sampler, abs=2e-5)
+            assert a.routes == b.routes
+
+
 def test_stop_strings_end_rows_early(model: Any) -> None:
     """A row is finished soon after its stop string, not when it reaches the limit."""
 
     def run(*stop: str) -> DecodeResult:
         context = EngineContext(model=None, tokenizer=Letters(), stop_ids=())
-        queue = make_queue([prompt_of(3)], samples=3, seed=1, stream="train/0")
-        controls = controls_for(context, Sampling(max_tokens=200, stop=stop))
+        sampling = Sampling(max_tokens=200, stop=stop)
+        queue = queue_of([3], 3, sampling)
+        controls = controls_for(context, sampling)
         with torch.no_grad():
             return paged.PagedBatch(model, queue, controls, slots=8, prefill_tokens=100).run()
 
@@ -191,7 +228,7 @@ def test_stop_strings_end_rows_early(model: Any) -> None:
 
 
 def test_all_blocks_are_freed(model: Any) -> None:
-    queue = make_queue([prompt_of(n) for n in LENGTHS], samples=3, seed=1, stream="train/0")
+    queue = queue_of(LENGTHS, 3)
     with torch.no_grad():
         run = paged.PagedBatch(model, queue, controls_of(SAMPLING), slots=8, prefill_tokens=100)
         count = run.blocks.available
@@ -209,9 +246,10 @@ def test_a_group_prefills_its_prompt_once_and_shares_full_blocks(model: Any, mon
         "prefill",
         lambda self, prompts, blocks: (read.extend(map(len, prompts)), prefill(self, prompts, blocks))[1],
     )
-    queue = make_queue([prompt_of(2 * BLOCK_SIZE + 5)], samples=6, seed=1, stream="train/0")
+    sampling = Sampling(max_tokens=10)
+    queue = queue_of([2 * BLOCK_SIZE + 5], 6, sampling)
     with torch.no_grad():
-        run = paged.PagedBatch(model, queue, controls_of(Sampling(max_tokens=10)), slots=6, prefill_tokens=1000)
+        run = paged.PagedBatch(model, queue, controls_of(sampling), slots=6, prefill_tokens=1000)
         run._admit()
     assert read == [2 * BLOCK_SIZE + 4]
     rows = [row for row in run.rows if row is not None]

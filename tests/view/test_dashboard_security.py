@@ -367,6 +367,9 @@ INVALID_FILES = {
         '"token_ids": [true, 1e18]}\n',
         "{}\n" * 60_000,
         '{"text": ' + NESTED + "}\n",
+        '{"answer": ' + NESTED + ', "columns": [1]}\n',
+        '{"answer": {"a": "' + "x" * 300_000 + f'"}}, "columns": {{"b": {2**70}, "c": [1e300, "\\u202e"]}}}}\n',
+        '{"answer": 1, "columns": {' + ", ".join(f'"{i}": [[{i}]]' for i in range(10_000)) + "}}\n",
         '{"token_ids": [1], "text": "' + "x" * 300_000 + '"}\n',
     ],
     "timings.jsonl": [

@@ -79,6 +79,12 @@ def evaluation(step: int, accuracy: float, reward: float = 0.5, half: float = 0.
     }
 
 
+def rewarded(step: int, value: float) -> dict[str, Any]:
+    """An evaluation in which nothing is correct, but completions get partial credit."""
+    reward = {"eval/reward": value, "eval/reward_low": value - 0.03, "eval/reward_high": value + 0.03}
+    return evaluation(step, 0.0) | reward
+
+
 def penalized(**changed: Any) -> Callable[[int], dict[str, Any]]:
     """No completion is ever correct, but short ones have a smaller length penalty."""
     row = {"groups__uniform_fraction": 1.0, "reward__mean": 0.0, "reward__length_penalty": 0.3, "advantage__std": 0.5}
@@ -141,6 +147,20 @@ CASES = [
         "from 30 % to 50 % at step 40",
     ),
     Case(
+        "learning",
+        "good",
+        facts(evaluations=[rewarded(0, 0.3), rewarded(40, 0.5)]),
+        facts(evaluations=[rewarded(0, 0.3), rewarded(40, 0.34)]),
+        "The mean held-out reward rose from 0.3 at step 0 to 0.5 at step 40",
+    ),
+    Case(
+        "reward drop",
+        "bad",
+        facts(evaluations=[rewarded(0, 0.5), rewarded(40, 0.3)]),
+        facts(evaluations=[rewarded(0, 0.3), rewarded(40, 0.26)]),
+        "fell from 0.5 at step 0 to 0.3 at step 40",
+    ),
+    Case(
         "overfitting or reward hacking",
         "bad",
         facts(evaluations=[*IMPROVED, evaluation(40, 0.4, 0.8)]),
@@ -167,6 +187,34 @@ CASES = [
         facts(lambda s: metrics(s, samples__trained=8 * (s % 2))),
         facts(every_step(samples__trained=8)),
         "10 of the last 20 steps had no trainable samples",
+    ),
+    Case(
+        "no gradient",
+        "bad",
+        facts(every_step(grad__norm=0.0, advantage__std=0.0, reward__mean=0.0, reward__correct_fraction=0.0)),
+        facts(every_step(advantage__std=0.0)),
+        "rewards within every group are equal (mean 0, 0 % of the completions correct)",
+    ),
+    Case(
+        "no gradient",
+        "warn",
+        facts(lambda s: metrics(s, grad__norm=float(s % 4 > 0), advantage__std=0.0, reward__correct_fraction=1.0)),
+        facts(lambda s: metrics(s, grad__norm=float(s % 10 > 0), advantage__std=0.0)),
+        "Use harder problems.",
+    ),
+    Case(
+        "no gradient",
+        "bad",
+        facts(every_step(grad__norm=0.0, advantage__std=1.0, clip__fraction_tokens=1.0), learner__old_logp="sampler"),
+        facts(every_step(grad__norm=0.0, samples__trained=0)),  # "no trainable samples" reports it
+        'Set learner.old_logp = "recompute"',
+    ),
+    Case(
+        "no gradient",
+        "bad",
+        facts(every_step(grad__norm=0.0, advantage__std=1.0), steps=1),
+        facts(every_step(grad__norm=1e-9, advantage__std=1.0), steps=1),
+        "leaves out every token",
     ),
     Case(
         "uniform groups",

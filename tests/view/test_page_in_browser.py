@@ -199,6 +199,41 @@ def test_a_conversation_is_shown_turn_by_turn(page: Any, serve: Callable[..., An
     assert "ended: done, 2 turns" in page.locator("aside").inner_text()
 
 
+def test_a_branch_says_what_it_shares(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    record = completion("train/1", 0, "a" * 12)
+    own = [1] * 4 + [0] * 3 + [1] * 5
+    for name in ("logp_sampler", "logp_old", "logp_new", "clipped_tokens"):
+        record[name] = record[name][: sum(own)]
+    turns = [{"start": s, "end": e, "reward": None, "calls": [], "failed_calls": 0} for s, e in ((0, 4), (7, 12))]
+    record |= {"sampled": own, "turns": turns, "end": "done", "branches": [[0, -1, 0], [4, 0, 9]]}
+    open_dashboard(page, serve(make_run(tmp_path / "made", completions=[record])))
+    page.goto(page.url.partition("#")[0] + "#/made/5/0/0")
+    page.get_by_role("heading", name="Conversation").wait_for()
+    heading = page.locator(".turn > p").all_inner_texts()[1]
+    assert heading == (
+        "Branch 2: the chat template has rewritten earlier turns. It shares 9 tokens with branch 1. What it writes "
+        "after them, with the observation (given to the model, not trained on)"
+    )
+
+
+def test_the_expected_answer_and_the_columns_are_next_to_the_completion(
+    page: Any, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    columns = {"level": 3, "tests": HOSTILE[0]}
+    records = [completion("train/1", i, f"answer {i}", answer="forty-two", columns=columns) for i in range(2)]
+    open_dashboard(page, serve(make_run(tmp_path / "made", completions=records)), "made/5")
+    page.get_by_text("expected answer forty-two").wait_for()
+    page.locator("a.completion").first.click()
+    page.get_by_role("heading", name="Expected answer").wait_for()
+    assert page.get_by_text("forty-two", exact=True).is_visible()
+    page.get_by_text("2 other columns of the row").click()
+    assert page.locator(".columns tr").all_inner_texts() == ["level\t3", f"tests\t{HOSTILE[0]}"]
+    page.keyboard.press("Escape")
+    page.goto(page.url.partition("#")[0] + "#/made/6/0/0")
+    page.get_by_role("heading", name="Completion 1 of 4").wait_for()
+    assert page.get_by_text("Expected answer").count() == 0
+
+
 def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     records = [
         completion("train/1", i, f"answer {i}", clipped_fraction=float(i == 1), sequence_ratio=1 + i / 100)

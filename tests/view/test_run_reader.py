@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shown_runs import completion, make_run, metrics, uncomputed, write_lines
 
 from gspo.redact import HIDDEN, known_secrets, redacted, redacted_values, sounds_secret
-from gspo.view.completions import FILTERS, LARGEST_FILE, LONGEST_TEXT, Completions
+from gspo.view.completions import FILTERS, LARGEST_FILE, LONGEST_COLUMN, LONGEST_TEXT, Completions
 from gspo.view.dashboard.watchlist import Watchlist
 from gspo.view.run_reader import RunReader
 
@@ -73,6 +74,18 @@ def test_curves_and_phases_equal_the_files(run: Path) -> None:
     assert part == [3000, 4000, 5000]
     assert watched.row_of(5)["time/learn_s"] == 0.4
     assert watched.row_of(99) == {}
+
+
+def test_the_held_out_reward_is_a_curve_unless_it_repeats_the_accuracy(tmp_path: Path) -> None:
+    for accuracy, shown in ((0.25, False), (0.0, True)):
+        run = make_run(tmp_path / str(accuracy), steps=0)
+        row = {"step": 0, "tokens/sampled": 0, "eval/accuracy": accuracy, "eval/reward": 0.25, "eval/reward_low": 0.2}
+        (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        watched = RunReader(run)
+        watched.refresh()
+        curves = watched.curves(10)["curves"]
+        assert curves["eval/accuracy"]["y"] == [accuracy]
+        assert ("eval/reward" in curves) == ("eval/reward_low" in curves) == shown
 
 
 def test_the_version_changes_with_every_file(run: Path) -> None:
@@ -213,6 +226,23 @@ def test_long_text_is_truncated_and_a_huge_file_is_not_read(tmp_path: Path) -> N
     assert len(found["text"]) <= LONGEST_TEXT + 2
     os.truncate(run / "rollouts" / "000006.jsonl", LARGEST_FILE + 1)
     assert completions.of(6) == []
+
+
+def test_the_expected_answer_and_the_columns_are_shown_as_text(tmp_path: Path) -> None:
+    row: dict[str, Any] = {
+        "answer": 42,
+        "columns": {"level": "easy", "numbers": [3, {"é": None}], "tests": "x" * 10**6},
+    }
+    records = [completion("train/1", 0, "a", **row), completion("train/2", 0, "b")]
+    completions = Completions(make_run(tmp_path / "made", completions=records))
+    found, without = completions.completion(5, 0, 0), completions.completion(5, 1, 0)
+    assert found is not None
+    assert without is not None
+    assert found["answer"] == "42"
+    assert found["columns"] | {"tests": ""} == {"level": "easy", "numbers": '[3, {"é": null}]', "tests": ""}
+    assert len(found["columns"]["tests"]) == LONGEST_COLUMN + 2
+    assert (without["answer"], without["columns"]) == (None, {})
+    assert [group["answer"] for group in completions.groups(5)] == ["42", None]
 
 
 def test_only_step_files_in_the_run_directory_are_read(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def attention(
     window = None if sliding_window is None or sliding_window >= longest else sliding_window
 
     def attend(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
-        if softcap is None and _kernels_support(query, value):
+        if softcap is None and packing.blocks is not None and _kernels_support(query, value):
             return shared_prompt_attention(query, key, value, scale, packing.blocks, window or 0, sink)
         return _as_rows(query, key, value, scale, packing, window, softcap, sink)
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.activity import activity
 from gspo.errors import ConfigError
 from gspo.model.load import position_limit
 from gspo.model.out_of_memory import out_of_memory, release_memory
@@ -34,7 +35,9 @@ from gspo.rollout.engine import (
     DecodeStats,
     EngineContext,
     EngineTraits,
+    Extension,
     check_fits,
+    continued,
     controls_for,
     eval_mode,
 )
@@ -44,6 +47,7 @@ from gspo.rollout.local.sampling import (
     DecodeResult,
     DeviceControls,
     Queue,
+    extension_queue,
     last_tokens,
     make_queue,
     nan_error,
@@ -58,13 +62,14 @@ from gspo.types import Completion, Prompt, Routes, Sampling
 TRAITS = EngineTraits(
     shares_weights=True,
     data_parallel=True,
+    extends=True,
     accepts_quantized=True,
     memory_options=("rollout.engine_options.slots",),
 )
 
 # Fields of `_Batch.state`: request, input token, its position, number of tokens sampled, random stream, whether the row
-# gets the end of its thinking.
-_REQUEST, _INPUT, _POSITION, _SAMPLED, _KEY, _FORCED = _FIELDS = range(6)
+# gets the end of its thinking, its limit on tokens.
+_REQUEST, _INPUT, _POSITION, _SAMPLED, _KEY, _FORCED, _LIMIT = _FIELDS = range(7)
 STOP_EVERY = 8
 """Steps between searches for stop strings. A completion is sampled for up to as many tokens in vain."""
 
@@ -122,25 +127,49 @@ class LocalEngine:
             raise RuntimeError("engine 'local' was closed")
         if not prompts or samples == 0:
             return [[] for _ in prompts]
-        model = self.context.model
         check_fits(self.position_limit, prompts, sampling)
         controls = controls_for(self.context, sampling)
-        queue = make_queue(prompts, samples=samples, seed=seed, stream=stream, greedy_last=sampling.greedy_last)
+        queue = make_queue(prompts, samples=samples, sampling=sampling, seed=seed, stream=stream)
+        groups: list[list[Completion]] = [[None] * samples for _ in prompts]  # type: ignore[list-item]
+        for (p, sample), fields in self._sample(queue, controls, routes=routes):
+            groups[p][sample] = Completion(prompt_id=prompts[p].id, sample=sample, version=version, **fields)
+        return groups
+
+    def extend(
+        self,
+        extensions: Sequence[Extension],
+        *,
+        sampling: Sampling,
+        seed: int,
+        version: int,
+        routes: bool = False,
+    ) -> list[list[Completion]]:
+        if self.context is None:
+            raise RuntimeError("engine 'local' was closed")
+        groups = [list(extension.completions) for extension in extensions]
+        controls = controls_for(self.context, sampling)
+        queue = extension_queue(extensions, controls, seed=seed)
+        if not queue.place_B:
+            return groups
+        check_fits(self.position_limit, [extension.prompt for extension in extensions], sampling)
+        for (p, i), fields in self._sample(queue, controls, routes=routes):
+            groups[p][i] = continued(groups[p][i], [(version, len(groups[p][i].token_ids))], fields)
+        return groups
+
+    def _sample(
+        self, queue: Queue, controls: Controls, *, routes: bool
+    ) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        """The completions of a queue: where each belongs, and its fields."""
+        assert self.context is not None
+        model = self.context.model
         with eval_mode(model), torch.no_grad():
             result = self._decode_within_memory(model, queue, controls, self.context.routers if routes else None)
         self.decoded += result.decoded
         text_B = self.context.texts(result.token_ids)
-        groups: list[list[Completion]] = [[None] * samples for _ in prompts]  # type: ignore[list-item]
-        for b, (p, sample) in enumerate(queue.place_B):
-            groups[p][sample] = Completion(
-                prompt_id=prompts[p].id,
-                sample=sample,
-                text=text_B[b],
-                version=version,
-                routes=result.routes[b],
-                **controls.fields(result.token_ids[b], result.logp[b], result.ends[b]),
-            )
-        return groups
+        ended = zip(result.token_ids, result.logp, result.ends, strict=True)
+        fields_B = [controls.fields(ids, logp, end) for ids, logp, end in ended]
+        sampled = zip(queue.place_B, text_B, result.routes, fields_B, strict=True)
+        return [(place, {"text": text, "routes": route, **fields}) for place, text, route, fields in sampled]
 
     def _decode_within_memory(
         self, model: Any, queue: Queue, controls: Controls, routers: Routers | None
@@ -166,7 +195,7 @@ class LocalEngine:
 
     def _decode(self, model: Any, queue: Queue, controls: Controls, routers: Routers | None) -> DecodeResult:
         slots = min(self.slots, len(queue.place_B))
-        limit = max(map(len, queue.prompt_U)) + controls.sampling.max_tokens
+        limit = queue.positions
         options: dict[str, int] = {"slots": slots, "prefill_tokens": self.prefill_tokens}
         # The kernels of the paged path round as the model does without autocast.
         if self.paged and not torch.is_autocast_enabled(model.device.type):
@@ -202,7 +231,7 @@ def _can_page(context: EngineContext) -> bool:
 
 class _RouteLog:
     """The experts of every token: of a prompt once, of a completion as it grows. The first entry of a completion
-    belongs to the last prompt token, which is its first input."""
+    belongs to the last prompt token, which is its first input. Tokens from before this call count as prompt."""
 
     def __init__(self, routers: Routers, queue: Queue) -> None:
         self.routers = routers
@@ -229,8 +258,10 @@ class _RouteLog:
         assert self.completion_BTLK is not None
         completion_BTLK = self.completion_BTLK.cpu()
         return [
-            self.routers.pack(torch.cat([self.prompt_U[u], completion_BTLK[b, :length]]))
-            for b, (u, length) in enumerate(zip(self.queue.prompt_of_B, length_B, strict=True))
+            self.routers.pack(torch.cat([self.prompt_U[u], completion_BTLK[b, start:length]]))
+            for b, (u, start, length) in enumerate(
+                zip(self.queue.prompt_of_B, self.queue.start_B, length_B, strict=True)
+            )
         ]
 
 
@@ -268,15 +299,19 @@ class _Batch:
         self.on_device = DeviceControls(controls, device)
         lengths = [len(queue.prompt_U[u]) - 1 for u in queue.prompt_of_B]
         last = [queue.prompt_U[u][-1] for u in queue.prompt_of_B]
-        fresh = [list(range(requests)), last, lengths, [0] * requests, queue.key_B, [0] * requests]
+        fresh = [list(range(requests)), last, lengths, queue.start_B, queue.key_B, queue.forced_B, queue.limit_B]
         # All requests at once: one copy to the device instead of one per admission.
         self.fresh_B = torch.tensor(fresh, dtype=torch.int64, device=device)
-        width = min(self.sampling.max_tokens, BLOCK)
+        self.widest = max(queue.limit_B)
+        width = min(self.widest, max(BLOCK, max(queue.start_B) + 1))
         # int32 holds every token id, at half the memory.
         self.token_BT = torch.zeros(requests, width, dtype=torch.int32, device=device)
         self.logp_BT = torch.zeros(requests, width, dtype=torch.float32, device=device)
+        for b, start in enumerate(queue.start_B):
+            if start:
+                self.token_BT[b, :start] = torch.tensor(queue.tokens(b), dtype=torch.int32, device=device)
         self.length_B = torch.zeros(requests, dtype=torch.int64, device=device)
-        self.cut_B = [False] * requests
+        self.cut_B = list(queue.forced_B)
         self.live = 0
         self.admitted = 0
         self.prefilled = 0
@@ -290,10 +325,12 @@ class _Batch:
         """Rows of all steps so far."""
 
     def run(self) -> DecodeResult:
-        while self.live or self.admitted < len(self.queue.place_B):
-            self._admit()
-            self._step()
-        return self._result()
+        with activity("sampling", total=len(self.queue.place_B), unit="completions") as doing:
+            while self.live or self.admitted < len(self.queue.place_B):
+                self._admit()
+                self._step()
+                doing.done, doing.tokens = self.admitted - self.live, self.rows_computed
+            return self._result()
 
     def _admit(self) -> None:
         """Admit waiting requests, a few at a time: admitting one costs about as much as admitting ten."""
@@ -313,6 +350,7 @@ class _Batch:
             prompt_A = torch.tensor([u - self.first_prompt for u in prompts], device=self.state.device)
             self.decode_state.admit(self.live, prompt_A, self.columns)
             self.state[:, self.live : self.live + count] = fresh_A
+            self.most_sampled = max(self.most_sampled, *self.queue.start_B[self.admitted : self.admitted + count])
             self.live += count
             self.admitted += count
             waiting -= count
@@ -329,7 +367,7 @@ class _Batch:
             self.routes.add_prompts(routes_UTLK, prompts)
 
     def _step(self) -> None:
-        request_R, input_R, position_R, sampled_R, key_R, forced_R = self.state[:, : self.live]
+        request_R, input_R, position_R, sampled_R, key_R, forced_R, limit_R = self.state[:, : self.live]
         logits_RV, routes_RLK = self.decode_state.step(input_R, position_R, self.columns)
         self.on_device.exclude_ends(logits_RV, sampled_R)
         token_R, logp_R = sample_from_logits(logits_RV, self.sampling, uniform(key_R, sampled_R))
@@ -348,7 +386,7 @@ class _Batch:
         self.most_sampled += 1
         self.steps += 1
         self.rows_computed += self.live
-        finished_R = (token_R[:, None] == self.on_device.stop_ids).any(1) | (sampled_R >= self.sampling.max_tokens)
+        finished_R = (token_R[:, None] == self.on_device.stop_ids).any(1) | (sampled_R >= limit_R)
         if self.sampling.thinking_budget:
             self._end_thinking(finished_R)
         if self.sampling.stop and self.steps % STOP_EVERY == 0:
@@ -384,7 +422,7 @@ class _Batch:
         width = self.token_BT.shape[1]
         if self.most_sampled < width:
             return
-        more = min(width, self.sampling.max_tokens - width)
+        more = min(width, self.widest - width)
         self.token_BT = torch.nn.functional.pad(self.token_BT, (0, more))
         self.logp_BT = torch.nn.functional.pad(self.logp_BT, (0, more))
 

@@ -15,10 +15,18 @@ import torch
 
 from gspo.errors import ConfigError
 from gspo.model.micro_batch import padded
-from gspo.rollout.engine import Controls, EngineContext, EngineTraits, controls_for, eval_mode
-from gspo.types import Completion, Prompt, Sampling
+from gspo.rollout.engine import (
+    Controls,
+    EngineContext,
+    EngineTraits,
+    Extension,
+    continued,
+    controls_for,
+    eval_mode,
+)
+from gspo.types import Completion, Prompt, Sampling, StopReason
 
-TRAITS = EngineTraits(accepts_quantized=True)
+TRAITS = EngineTraits(extends=True, accepts_quantized=True)
 
 
 def build(
@@ -65,6 +73,28 @@ class ScriptedEngine:
         controls = controls_for(self.context, sampling)
         return [self._group(prompt, samples, controls, version) for prompt in prompts]
 
+    def extend(
+        self,
+        extensions: Sequence[Extension],
+        *,
+        sampling: Sampling,
+        seed: int,
+        version: int,
+        routes: bool = False,
+    ) -> list[list[Completion]]:
+        controls = controls_for(self.context, sampling)
+        return [[self._extended(e, c, controls, version) for c in e.completions] for e in extensions]
+
+    def _extended(self, extension: Extension, before: Completion, controls: Controls, version: int) -> Completion:
+        if before.stop is not StopReason.CUT:
+            return before
+        ids, cut = self._script(self._text_of(extension.prompt, before.sample), controls)
+        ids = ids[: len(before.token_ids) + extension.tokens]
+        (end,) = controls.ends([ids], [cut])
+        (logp,) = self._logp(extension.prompt, [ids[: end.length]], controls.sampling)
+        (text,) = self.context.texts([ids[: end.length]])
+        return continued(before, [(version, len(before.token_ids))], {"text": text, **controls.fields(ids, logp, end)})
+
     def sync(self, version: int) -> None:
         """Nothing to send: the log-probs are those of the learner's own model."""
 
@@ -72,8 +102,7 @@ class ScriptedEngine:
         """Nothing is held."""
 
     def _group(self, prompt: Prompt, samples: int, controls: Controls, version: int) -> list[Completion]:
-        texts = self.completions.get(prompt.id) or self.completions.get(_content(prompt)) or [self.default]
-        scripts = [self._script(texts[sample % len(texts)], controls) for sample in range(samples)]
+        scripts = [self._script(self._text_of(prompt, sample), controls) for sample in range(samples)]
         ends = controls.ends([ids for ids, _ in scripts], [cut for _, cut in scripts])
         ids_G = [ids[: end.length] for (ids, _), end in zip(scripts, ends, strict=True)]
         text_G = self.context.texts(ids_G)
@@ -90,6 +119,10 @@ class ScriptedEngine:
             )
             for sample in range(samples)
         ]
+
+    def _text_of(self, prompt: Prompt, sample: int) -> str:
+        texts = self.completions.get(prompt.id) or self.completions.get(_content(prompt)) or [self.default]
+        return texts[sample % len(texts)]
 
     def _script(self, text: str, controls: Controls) -> tuple[tuple[int, ...], bool]:
         """The tokens of a text with an end token, up to the token limit, and whether its thinking was cut."""

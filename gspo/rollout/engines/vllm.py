@@ -29,12 +29,23 @@ from gspo.errors import ConfigError, EngineError
 from gspo.model.adapter import adapted
 from gspo.model.load import position_limit
 from gspo.model.routing import Routers
-from gspo.rollout.engine import Controls, EngineContext, EngineTraits, Tail, check_fits, controls_for, stream_key
+from gspo.rollout.engine import (
+    Controls,
+    EngineContext,
+    EngineTraits,
+    Extension,
+    Tail,
+    check_fits,
+    continued,
+    controls_for,
+    ends_thinking,
+    stream_key,
+)
 from gspo.rollout.vllm.canary import check_canary
 from gspo.rollout.vllm.experts import moe_layers
 from gspo.rollout.vllm.host import Generate, Host, Request, RequestOutput
 from gspo.rollout.vllm.policy import LearnerPolicy
-from gspo.types import Completion, Prompt, Routes, Sampling
+from gspo.types import Completion, Prompt, Routes, Sampling, StopReason
 
 if TYPE_CHECKING:
     from gspo.rollout.vllm.connect import Options
@@ -56,7 +67,7 @@ def _foreign_code(options: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-TRAITS = EngineTraits(on_leader=True, foreign_code=_foreign_code)
+TRAITS = EngineTraits(on_leader=True, extends=True, foreign_code=_foreign_code)
 
 
 def build(
@@ -187,41 +198,100 @@ class VllmEngine:
                 sample=sample,
                 key=stream_key(seed, stream, prompts[p].id, sample),
                 sampling=sampling.greedy if sampling.greedy_last and sample == samples - 1 else sampling,
+                limit=sampling.max_tokens,
             )
             for p in range(len(prompts))
             for sample in range(samples)
         ]
         with_routes = routes and self.reports_routes
-        waiting = growing
-        while waiting:
-            requests = [g.request(self.context.stop_ids) for g in waiting]
-            for g, output in zip(waiting, self.host.generate(requests, routes=with_routes), strict=True):
-                g.add(output)
-            waiting = _unfinished(waiting, controls)
+        self._grow(growing, controls, with_routes)
         completions = self._completions(growing, controls, version, with_routes)
         return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
+
+    def extend(
+        self,
+        extensions: Sequence[Extension],
+        *,
+        sampling: Sampling,
+        seed: int,
+        version: int,
+        routes: bool = False,
+    ) -> list[list[Completion]]:
+        if self.context is None:
+            raise RuntimeError("engine 'vllm' was closed")
+        groups = [list(extension.completions) for extension in extensions]
+        places = [(p, i) for p, group in enumerate(groups) for i, c in enumerate(group) if c.stop is StopReason.CUT]
+        if not places:
+            return groups
+        prompts = [extension.prompt for extension in extensions]
+        check_fits(position_limit(self.context.model), prompts, sampling)
+        self._check_room(prompts, sampling)
+        self._sync_weights(prompts, sampling, version)
+        controls = controls_for(self.context, sampling)
+        growing = [self._continued(extensions[p], groups[p][i], sampling, controls, seed) for p, i in places]
+        with_routes = routes and self.reports_routes
+        self._grow(growing, controls, with_routes)
+        for (p, i), found in zip(places, self._completed(growing, controls, version, with_routes), strict=True):
+            groups[p][i] = continued(groups[p][i], *found)
+        return groups
+
+    def _continued(
+        self, extension: Extension, before: Completion, sampling: Sampling, controls: Controls, seed: int
+    ) -> _Growing:
+        """A completion that was cut, before its next request."""
+        g = _Growing(
+            prompt=extension.prompt,
+            sample=before.sample,
+            key=stream_key(seed, extension.stream, extension.prompt.id, before.sample),
+            sampling=sampling,
+            limit=min(sampling.max_tokens, len(before.token_ids) + extension.tokens),
+            ids=list(before.token_ids),
+            logp=[0.0] * len(before.token_ids),
+            cut=before.thinking_cut,
+        )
+        if ends_thinking(controls, before) and not g.cut:
+            g.end_thinking(controls.forced_ids)
+        return g
+
+    def _grow(self, growing: Sequence[_Growing], controls: Controls, routes: bool) -> None:
+        """Sample until every completion is over or cut."""
+        assert self.context is not None
+        waiting = [g for g in growing if len(g.ids) < g.limit]
+        while waiting:
+            requests = [g.request(self.context.stop_ids) for g in waiting]
+            for g, output in zip(waiting, self.host.generate(requests, routes=routes), strict=True):
+                g.add(output)
+            waiting = _unfinished(waiting, controls)
 
     def _completions(
         self, growing: Sequence[_Growing], controls: Controls, version: int, routes: bool
     ) -> list[Completion]:
         assert self.context is not None
+        completed = zip(growing, self._completed(growing, controls, version, routes), strict=True)
+        return [
+            Completion(
+                prompt_id=g.prompt.id,
+                sample=g.sample,
+                version=spans[0][0],
+                spans=spans if len(spans) > 1 else (),
+                **fields,
+            )
+            for g, (spans, fields) in completed
+        ]
+
+    def _completed(
+        self, growing: Sequence[_Growing], controls: Controls, version: int, routes: bool
+    ) -> list[tuple[tuple[tuple[int, int], ...], dict[str, Any]]]:
+        """The versions of what was sampled, each with its first token, and the fields of each completion."""
+        assert self.context is not None
         ends = controls.ends([g.ids for g in growing], [g.cut for g in growing])
         text_B = self.context.texts([g.ids[: end.length] for g, end in zip(growing, ends, strict=True)])
-        completions = []
+        completed = []
         for g, end, text in zip(growing, ends, text_B, strict=True):
             spans = self._versions([span for span in g.spans if span[1] < end.length], version)
-            completions.append(
-                Completion(
-                    prompt_id=g.prompt.id,
-                    sample=g.sample,
-                    text=text,
-                    version=spans[0][0],
-                    spans=spans if len(spans) > 1 else (),
-                    routes=_routes(self.context.routers, g, end.length) if routes else None,
-                    **controls.fields(g.ids, g.logp, end),
-                )
-            )
-        return completions
+            experts = _routes(self.context.routers, g, end.length) if routes else None
+            completed.append((spans, {"text": text, "routes": experts, **controls.fields(g.ids, g.logp, end)}))
+        return completed
 
     def _check_room(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Raise if vLLM's own limit is too small: vLLM would truncate completions as if they had reached the run's."""
@@ -294,6 +364,8 @@ class _Growing:
     key: int
     """Its random stream."""
     sampling: Sampling
+    limit: int
+    """The number of tokens at which it is cut, or is over."""
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     """One for each token, 0 for those that were inserted."""
@@ -307,7 +379,7 @@ class _Growing:
     def request(self, stop_ids: tuple[int, ...]) -> Request:
         """The request for the next tokens."""
         s, done = self.sampling, len(self.ids)
-        limit = min(s.max_tokens, done + ROUND) if s.stop else s.max_tokens
+        limit = min(self.limit, done + ROUND) if s.stop else self.limit
         if done < s.thinking_budget:
             limit = min(limit, s.thinking_budget)
         return Request(
@@ -336,6 +408,8 @@ class _Growing:
         self.ids += ids
         self.logp += [0.0] * len(ids)
         self.cut = True
+        # One more request reads the inserted tokens: their experts are known then.
+        self.limit = max(self.limit, len(self.ids) + 1)
 
 
 def _unfinished(growing: Sequence[_Growing], controls: Controls) -> list[_Growing]:
@@ -344,11 +418,7 @@ def _unfinished(growing: Sequence[_Growing], controls: Controls) -> list[_Growin
     sampling = controls.sampling
     tails = [Tail(ids=g.ids, first=max(0, len(g.ids) - ROUND), cut=g.cut) for g in growing]
     stops = controls.stop_indices(tails)
-    left = [
-        g
-        for g, stop in zip(growing, stops, strict=True)
-        if stop is None and not g.ended and len(g.ids) < sampling.max_tokens
-    ]
+    left = [g for g, stop in zip(growing, stops, strict=True) if stop is None and not g.ended and len(g.ids) < g.limit]
     spent = [g for g in left if sampling.thinking_budget and len(g.ids) == sampling.thinking_budget]
     for g, unclosed in zip(spent, controls.unclosed([g.ids for g in spent]) if spent else (), strict=True):
         if unclosed:

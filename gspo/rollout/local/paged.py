@@ -13,6 +13,9 @@ the same random stream.
 Two controls need the text, so the host takes part. Stop strings are searched every `STOP_EVERY` steps, in tokens that
 are copied while the next step runs; what was sampled after a stop string is cut off. A row that has spent its thinking
 budget idles until the host has decoded it, and then continues, with the end of its thinking if that is missing.
+
+A completion that is continued is a request whose prompt includes its tokens so far. The device knows one limit on
+tokens. If a request has a lower one, the host ends its row when it has reached it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo.activity import Activity, activity
 from gspo.model.routing import Routers
 from gspo.rollout.engine import Controls, DecodeStats
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
@@ -54,9 +58,12 @@ class _Row:
     request: int
     blocks: list[int]
     position: int
-    """Position of its first input token."""
+    """Position of the input token that precedes its completion."""
     since: int
-    """The first step that it takes part in; for a row that has idled, later by as many steps."""
+    """The step in which its first token was sampled: for a row that has idled, later by as many steps, and for a
+    completion that is continued, earlier by its number of tokens."""
+    limit: int
+    """The number of tokens at which it is cut, or is over."""
     flagged: int
     """The first step whose live flag is about this row."""
     cut: bool = False
@@ -123,7 +130,7 @@ class PagedBatch:
         self.prefill_tokens = prefill_tokens
         self.device = model.device
         self.routers = routers
-        self.width = blocks_for(max(map(len, queue.prompt_U)) + sampling.max_tokens)
+        self.width = blocks_for(queue.positions)
         routed = (routers.layers, routers.top_k, routers.compact) if routers else None
         self.slots = make_slots(slots, self.width, sampling.max_tokens, model.device, routed)
         budget, copies = self._block_budget(model, slots)
@@ -152,6 +159,8 @@ class PagedBatch:
         self.unpolled: list[tuple[int, Tensor, Any]] = []
         """Steps that the host has not polled: number, live flags after it, and the event after which they can be
         read."""
+        self.limited = min(queue.limit_B) < sampling.max_tokens
+        """Whether a request has a lower limit on tokens than the device knows."""
         self.search: _Search | None = None
         """The search for stop strings that the host has not read."""
         self.finished: list[_FinishedRows] = []
@@ -177,24 +186,37 @@ class PagedBatch:
     def run(self) -> DecodeResult:
         """Sample every completion of the queue."""
         try:
-            while self.waiting or any(self.rows):
-                self._admit()
-                self._extend()
-                # The whole bucket, idle rows included: a CUDA graph has a fixed number of rows.
-                self.launch(self.bucket)
-                self.unpolled.append((self.steps, *_copy_to_host(self.slots.state[LIVE])))
-                self.steps += 1
-                self.rows_computed += self.bucket
-                if self.sampling.stop:
-                    self._find_stops()
-                # One step behind: the flags of the current step are still on their way to the host.
-                self._poll_finished(behind=1)
-                self._compact()
-            return self._result()
+            with activity("sampling", total=len(self.queue.place_B), unit="completions") as doing:
+                return self._run(doing)
         finally:
             # `launch` and this object refer to each other. Left to the garbage collector, a CUDA graph could be
             # destroyed at a bad moment, for example while another is being captured.
             del self.launch
+
+    def _run(self, doing: Activity) -> DecodeResult:
+        while self.waiting or any(self.rows):
+            self._admit()
+            self._extend()
+            # The whole bucket, idle rows included: a CUDA graph has a fixed number of rows.
+            self.launch(self.bucket)
+            self.unpolled.append((self.steps, *_copy_to_host(self.slots.state[LIVE])))
+            self.steps += 1
+            self.rows_computed += self.bucket
+            if self.sampling.stop:
+                self._find_stops()
+            # One step behind: the flags of the current step are still on their way to the host.
+            self._poll_finished(behind=1)
+            self._cut()
+            self._compact()
+            if not self.steps % LOOKAHEAD:
+                self._count(doing)
+        return self._result()
+
+    def _count(self, doing: Activity) -> None:
+        """Report what has been sampled so far."""
+        lengths = [length for rows in self.finished for length in rows.lengths]
+        doing.done = len(lengths)
+        doing.tokens = sum(lengths) + sum(row.length(self.steps) for row in self.rows if row is not None)
 
     def _step(self, rows: int) -> None:
         """Sample one token for each of the first `rows` rows, without the host."""
@@ -243,7 +265,16 @@ class PagedBatch:
         self.blocks.share(shared)
         # The completion writes its own tokens into the partly filled block, so it gets a copy.
         admission.copies.extend(zip(partial, own, strict=False))
-        row = _Row(request=request, blocks=[*shared, *own], position=position, since=self.steps, flagged=self.steps)
+        start = self.queue.start_B[request]
+        row = _Row(
+            request=request,
+            blocks=[*shared, *own],
+            position=position - start,
+            since=self.steps - start,
+            limit=self.queue.limit_B[request],
+            flagged=self.steps,
+            cut=self.queue.forced_B[request],
+        )
         admission.rows.append((s, row))
         self.rows[s] = row
         if u in self.prompt_routes:
@@ -295,10 +326,14 @@ class PagedBatch:
     def _write_slots(self, admission: _Admission) -> None:
         """Write the admitted rows to the device."""
         fields = []
-        for _, row in admission.rows:
+        for s, row in admission.rows:
             last = self.queue.prompt_U[self.queue.prompt_of_B[row.request]][-1]
-            state = [last, row.position, 0, self.queue.key_B[row.request], 1, 0]
+            start = self.queue.start_B[row.request]
+            state = [last, row.position + start, start, self.queue.key_B[row.request], 1, int(row.cut)]
             fields.append([*state, *row.blocks, *[0] * (self.width - len(row.blocks))])
+            if start:
+                tokens = self._to_device(self.queue.tokens(row.request))
+                self.slots.token_ST[s, :start] = tokens.to(torch.int32)
         at = self._to_device([s for s, _ in admission.rows])
         fields_A = self._to_device(fields)
         self.slots.state[:, at] = fields_A[:, : len(FIELDS)].T
@@ -370,6 +405,20 @@ class PagedBatch:
                     del finished[s]
             if finished:
                 self._finish(finished)
+
+    def _cut(self) -> None:
+        """Finish the rows that have reached a limit of their own, below the one that the device knows."""
+        if self.limited and any(row is not None and self._reached(row) for row in self.rows):
+            # Rows that have ended by themselves finish first.
+            self._poll_finished(behind=0)
+            cut = {s: row.limit for s, row in enumerate(self.rows) if row is not None and self._reached(row)}
+            if cut:
+                # At once: the blocks may belong to another row in the next step.
+                self.slots.state[LIVE, self._to_device(list(cut))] = 0
+                self._finish(cut)
+
+    def _reached(self, row: _Row) -> bool:
+        return row.length(self.steps) >= row.limit
 
     def _end_thinking(self, spent: list[int]) -> list[int]:
         """Let rows continue that idle because they have spent their thinking budget; their slots. The others have
@@ -497,7 +546,7 @@ class PagedBatch:
             if self.routers is None or rows.routes is None:
                 continue
             for i, b in enumerate(rows.requests):
-                own = rows.routes[i, : length_B[b]]
+                own = rows.routes[i, self.queue.start_B[b] : length_B[b]]
                 routes[b] = self.routers.pack(torch.cat([self.request_prompt_routes[b], own]))
         return routes
 

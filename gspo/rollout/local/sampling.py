@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gspo.errors import FLOAT16_HINT, NumericalError
-from gspo.rollout.engine import Controls, DecodeStats, End, Tail, stream_key
-from gspo.types import Prompt, Routes, Sampling
+from gspo.rollout.engine import Controls, DecodeStats, End, Extension, Tail, ends_thinking, stream_key
+from gspo.types import Prompt, Routes, Sampling, StopReason
 
 GREEDY = -1
 """The stream key of a row that is decoded greedily. Keys of random streams are never negative."""
@@ -24,7 +24,7 @@ GREEDY = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """The requests of one call."""
+    """The requests of one call. The prompt of a completion that is continued includes its tokens so far."""
 
     prompt_U: list[tuple[int, ...]]
     """Distinct prompts, longest first. Neighbors have similar lengths, so prefill pads little."""
@@ -34,25 +34,93 @@ class Queue:
     """Where the completion belongs: (index of the prompt in the call, sample)."""
     key_B: list[int]
     """The random stream of each request; `GREEDY` for greedy decoding."""
+    start_B: list[int]
+    """How many tokens each completion has already: they are the last ones of its prompt."""
+    limit_B: list[int]
+    """The number of tokens at which each completion is cut, or is over."""
+    forced_B: list[bool]
+    """Whether the end of its thinking is inserted, or was, as far as its tokens so far decide that."""
+
+    @property
+    def positions(self) -> int:
+        """Enough positions for every request."""
+        ends = zip(self.prompt_of_B, self.start_B, self.limit_B, strict=True)
+        return max(len(self.prompt_U[u]) - start + limit for u, start, limit in ends)
+
+    def tokens(self, request: int) -> tuple[int, ...]:
+        """The tokens that a completion has already."""
+        prompt = self.prompt_U[self.prompt_of_B[request]]
+        return prompt[len(prompt) - self.start_B[request] :]
 
 
-def make_queue(prompts: Sequence[Prompt], *, samples: int, seed: int, stream: str, greedy_last: bool = False) -> Queue:
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """A completion to sample."""
+
+    prompt: tuple[int, ...]
+    """With the tokens of the completion that exist."""
+    place: tuple[int, int]
+    key: int
+    start: int
+    limit: int
+    forced: bool
+
+
+def make_queue(prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int, stream: str) -> Queue:
     """`samples` requests for every prompt."""
 
     def key(p: int, sample: int) -> int:
-        greedy = greedy_last and sample == samples - 1
+        greedy = sampling.greedy_last and sample == samples - 1
         return GREEDY if greedy else stream_key(seed, stream, prompts[p].id, sample)
 
+    return _queue(
+        [
+            _Request(
+                prompt=prompt.token_ids,
+                place=(p, sample),
+                key=key(p, sample),
+                start=0,
+                limit=sampling.max_tokens,
+                forced=False,
+            )
+            for p, prompt in enumerate(prompts)
+            for sample in range(samples)
+        ]
+    )
+
+
+def extension_queue(extensions: Sequence[Extension], controls: Controls, *, seed: int) -> Queue:
+    """A request for every completion that was cut."""
+    return _queue(
+        [
+            _Request(
+                prompt=extension.prompt.token_ids + c.token_ids,
+                place=(p, i),
+                key=stream_key(seed, extension.stream, extension.prompt.id, c.sample),
+                start=len(c.token_ids),
+                limit=min(controls.sampling.max_tokens, len(c.token_ids) + extension.tokens),
+                forced=ends_thinking(controls, c),
+            )
+            for p, extension in enumerate(extensions)
+            for i, c in enumerate(extension.completions)
+            if c.stop is StopReason.CUT
+        ]
+    )
+
+
+def _queue(requests: Sequence[_Request]) -> Queue:
     # The ids break ties, because the order of a set is arbitrary.
-    distinct = sorted({prompt.token_ids for prompt in prompts}, key=lambda ids: (-len(ids), ids))
+    distinct = sorted({r.prompt for r in requests}, key=lambda ids: (-len(ids), ids))
     index = {ids: u for u, ids in enumerate(distinct)}
-    order = sorted(range(len(prompts)), key=lambda p: index[prompts[p].token_ids])
-    place_B = [(p, sample) for p in order for sample in range(samples)]
+    ordered = sorted(requests, key=lambda r: index[r.prompt])
     return Queue(
         prompt_U=distinct,
-        prompt_of_B=[index[prompts[p].token_ids] for p, _ in place_B],
-        place_B=place_B,
-        key_B=[key(p, sample) for p, sample in place_B],
+        prompt_of_B=[index[r.prompt] for r in ordered],
+        place_B=[r.place for r in ordered],
+        key_B=[r.key for r in ordered],
+        start_B=[r.start for r in ordered],
+        limit_B=[r.limit for r in ordered],
+        forced_B=[r.forced for r in ordered],
     )
 
 
@@ -64,7 +132,7 @@ class DecodeResult:
     logp: list[list[float]]
     ends: list[End]
     """Where each completion ends. `token_ids` and `logp` end there, too. Tokens that were inserted to end its thinking
-    have a meaningless number in `logp`."""
+    have a meaningless number in `logp`, and so have tokens from before this call."""
     routes: Sequence[Routes | None]
     decoded: DecodeStats
 

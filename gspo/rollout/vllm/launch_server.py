@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from gspo.errors import ConfigError, EngineError
+from gspo.loopback import access_token
 from gspo.ranks.environment import free_port
 from gspo.rollout.vllm.guard import PARENT, TOKEN
 from gspo.rollout.vllm.http import Client, Fault
@@ -181,17 +182,8 @@ def serve(model: str, *, host: str, port: int, experts: bool, token_file: str | 
     ):
         if any(given.replace("_", "-").split("=")[0] == flag for given in more):
             raise ConfigError(f"serve: {flag} is set by gspo, so that a run can trust the server; remove it")
-    token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
     port = port or free_port(host)
-    where = f"the token is the value of {TOKEN}"
-    if not os.environ.get(TOKEN):
-        path = Path(token_file or f"gspo-serve-{port}.token")
-        with suppress(FileNotFoundError):
-            path.unlink()
-        # O_EXCL and the mode at creation: nobody else can have opened the file before the token is in it.
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(token + "\n")
-        where = f"the token is in {path}"
+    token, where, _ = access_token(TOKEN, Path(token_file or f"gspo-serve-{port}.token"))
     print(f"vLLM at {host}:{port}; {where}. Put this into the recipe:", flush=True)
     print(f'  rollout.engine = "vllm"\n  rollout.engine_options.servers = ["{host}:{port}"]', flush=True)
     argv = command(model, host=host, port=port, experts=experts, more=[*_defaults(model, more), *more])

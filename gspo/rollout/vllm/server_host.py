@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gspo.activity import Activity, activity
 from gspo.errors import EngineError
 from gspo.rollout.vllm.experts import pack_served_experts
 from gspo.rollout.vllm.host import Check, Request, RequestOutput
@@ -330,17 +331,19 @@ class _Batch:
         # Reversed, so that `pop` takes the first.
         self.waiting = [_Job(index=i, request=r) for i, r in enumerate(requests)][::-1]
         self.outputs: list[RequestOutput | None] = [None] * len(requests)
+        self.doing: Activity
         self.running: dict[Future[RequestOutput], tuple[Server, _Job]] = {}
         self.checks: dict[Future[Any], Server] = {}
         self.checked_at = time.monotonic()
         self.last_up = time.monotonic()
 
     def run(self) -> list[RequestOutput]:
-        while any(output is None for output in self.outputs):
-            self._dispatch()
-            self._collect()
-            self._check_health()
-            self._revive()
+        with activity("sampling", total=len(self.outputs), unit="completions") as self.doing:
+            while any(output is None for output in self.outputs):
+                self._dispatch()
+                self._collect()
+                self._check_health()
+                self._revive()
         return [output for output in self.outputs if output is not None]
 
     def _dispatch(self) -> None:
@@ -368,7 +371,9 @@ class _Batch:
 
     def _handle(self, server: Server, job: _Job, future: Future[RequestOutput]) -> None:
         try:
-            self.outputs[job.index] = future.result()
+            self.outputs[job.index] = output = future.result()
+            self.doing.done += 1
+            self.doing.tokens += len(output.token_ids)
             server.faults = 0
         except Fault as fault:
             self.host.last_fault = str(fault)

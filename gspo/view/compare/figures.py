@@ -56,8 +56,11 @@ def accuracy(series: Sequence[Series]) -> Figure | None:
     panels += [
         (key, f"accuracy on {name}") for name, key in set_accuracies([r for s in series for r in s.runs]).items()
     ]
+    shares = len(_measured(series, panels))
+    if any(run.values("eval/reward") != run.values("eval/accuracy") for s in series for run in s.runs):
+        panels.append(("eval/reward", "held-out reward"))
     figure = _curves_figure(series, panels, markers=True, log=False)
-    for axis in figure.axes if figure else ():
+    for axis in figure.axes[:shares] if figure else ():
         # From 0, so that noise does not look like a trend.
         axis.set_ylim(bottom=0)
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))

@@ -26,6 +26,9 @@ def table_rows(arms: Sequence[ArmNumbers], seeds: int) -> list[tuple[str, list[s
         (f"difference from {first} (points, paired by seed)", lambda a: number(a.difference, points)),
         ("greedy accuracy before", lambda a: number(a.greedy_before, share)),
         ("greedy accuracy after", lambda a: number(a.greedy_after, share)),
+        ("held-out reward before", lambda a: number(a.held_out_before, plain)),
+        ("held-out reward after", lambda a: number(a.held_out_after, plain)),
+        (f"difference in reward from {first} (paired by seed)", lambda a: number(a.held_out_difference, plain)),
         *((f"accuracy on {name} after", partial(_set, name)) for name in sets),
         ("lowest held-out accuracy", lambda a: number(a.lowest, share)),
         ("seeds that ended below their initial accuracy", lambda a: str(a.worse_than_start) if a.after else NONE),
@@ -63,6 +66,7 @@ _SEED_COLUMNS: dict[str, Callable[[ArmNumbers, SeedNumbers], str]] = {
     "before": lambda arm, s: number(s.before, share),
     "after": lambda arm, s: number(s.after, share),
     "greedy after": lambda arm, s: number(s.greedy_after, share),
+    "held-out reward after": lambda arm, s: number(s.held_out_after, plain),
     "lowest": lambda arm, s: number(s.lowest, share),
     "reward": lambda arm, s: number(s.reward, plain),
     "clip fraction, tokens": lambda arm, s: number(s.clip_tokens, share),
@@ -86,6 +90,11 @@ def as_text(arms: Sequence[ArmNumbers], seeds: int) -> str:
         "held-out before": lambda a: number(a.before, share, interval=False),
         "after, 95 % interval": lambda a: number(a.after, share),
         f"points vs. {first}": lambda a: number(a.difference, points),
+        **(
+            {"held-out reward": lambda a: number(a.held_out_after, plain)}
+            if any(a.held_out_after for a in arms)
+            else {}
+        ),
         "reward": lambda a: number(a.reward, plain, interval=False),
         "clip fraction": lambda a: number(a.clip_tokens, share, interval=False),
         "flips": lambda a: number(a.flips, share, interval=False),

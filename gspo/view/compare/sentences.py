@@ -28,10 +28,12 @@ def reward(arms: Sequence[ArmNumbers], window: int) -> list[str]:
 def accuracy(arms: Sequence[ArmNumbers], problems: int | None) -> list[str]:
     """Text below the held-out curves."""
     on = f" on {problems} held-out problems" if problems else ""
+    partial = any(arm.held_out_after for arm in arms)
     return [
         f"Share of correct completions{on}, the same problems at every evaluation of a seed. All arms of a seed start "
         "from the same model.",
         _each(arms, "At the end", lambda a: a.after, share),
+        *([_each(arms, "Mean held-out reward at the end", lambda a: a.held_out_after, plain)] if partial else []),
         *(verdict(arm, arms[0]) for arm in arms[1:]),
     ]
 

@@ -6,6 +6,7 @@ a value that was not measured is `None`, never 0.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from gspo.view.compare.intervals import Number, over_seeds
 
 ACCURACY = "eval/accuracy"
 GREEDY_ACCURACY = "eval/accuracy_greedy"
+HELD_OUT_REWARD = "eval/reward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,12 @@ class SeedNumbers:
     after_interval: tuple[float, float] | None
     greedy_before: float | None
     greedy_after: float | None
+    held_out_before: float | None
+    """Mean held-out reward at the first evaluation. All four are `None` if the reward equals the accuracy."""
+    held_out_before_interval: tuple[float, float] | None
+    """t-interval over problems."""
+    held_out_after: float | None
+    held_out_after_interval: tuple[float, float] | None
     lowest: float | None
     """Lowest held-out accuracy of any evaluation."""
     reward: float | None
@@ -65,6 +73,10 @@ class ArmNumbers:
     after: Number | None
     greedy_before: Number | None
     greedy_after: Number | None
+    held_out_before: Number | None
+    held_out_after: Number | None
+    held_out_difference: Number | None
+    """`held_out_after` minus that of the first arm, paired by seed; `None` for the first arm."""
     difference: Number | None
     """`after` minus that of the first arm, paired by seed; `None` for the first arm."""
     worse_than_start: int
@@ -106,6 +118,9 @@ def seed_numbers(run: Run) -> SeedNumbers:
     accuracy = run.values(ACCURACY)
     greedy = run.values(GREEDY_ACCURACY)
     entropy = run.values("entropy/mean")
+    rewarded = [row for row in run.rows if row.get(HELD_OUT_REWARD) is not None]
+    if all(row[HELD_OUT_REWARD] == row.get(ACCURACY) for row in rewarded):
+        rewarded = []
     intervals = [
         (row["eval/accuracy_low"], row["eval/accuracy_high"])
         for row in evaluations
@@ -122,6 +137,10 @@ def seed_numbers(run: Run) -> SeedNumbers:
         after_interval=intervals[-1] if intervals else None,
         greedy_before=_at(greedy, 0),
         greedy_after=_at(greedy, -1),
+        held_out_before=rewarded[0][HELD_OUT_REWARD] if rewarded else None,
+        held_out_before_interval=_reward_interval(rewarded[:1]),
+        held_out_after=rewarded[-1][HELD_OUT_REWARD] if rewarded else None,
+        held_out_after_interval=_reward_interval(rewarded[-1:]),
         lowest=min(accuracy, default=None),
         reward=_late_reward(run),
         idle=run.idle / run.step if run.step else None,
@@ -136,6 +155,11 @@ def seed_numbers(run: Run) -> SeedNumbers:
         minutes=run.minutes,
         sets={name: run.values(key)[-1] for name, key in set_accuracies([run]).items()},
     )
+
+
+def _reward_interval(rows: Sequence[Mapping[str, float | None]]) -> tuple[float, float] | None:
+    ends = [(row.get(f"{HELD_OUT_REWARD}_low"), row.get(f"{HELD_OUT_REWARD}_high")) for row in rows]
+    return next(((low, high) for low, high in ends if low is not None and high is not None), None)
 
 
 def set_accuracies(runs: Sequence[Run]) -> dict[str, str]:
@@ -164,11 +188,14 @@ def _arm(label: str, runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers] |
         runs=runs,
         tokens=over("tokens", lowest=0.0),
         steps=over("steps", lowest=0.0),
-        before=_accuracy(over("before", **share), [run.before_interval for run in done]),
-        after=_accuracy(over("after", **share), [run.after_interval for run in done]),
+        before=_with_interval(over("before", **share), [run.before_interval for run in done]),
+        after=_with_interval(over("after", **share), [run.after_interval for run in done]),
         greedy_before=over("greedy_before", **share),
         greedy_after=over("greedy_after", **share),
-        difference=None if first is None else _difference(done, first),
+        held_out_before=_with_interval(over("held_out_before"), [run.held_out_before_interval for run in done]),
+        held_out_after=_with_interval(over("held_out_after"), [run.held_out_after_interval for run in done]),
+        held_out_difference=None if first is None else _difference(done, first, "held_out_after", math.inf),
+        difference=None if first is None else _difference(done, first, "after", 1.0),
         worse_than_start=sum(
             run.after < run.before for run in done if run.after is not None and run.before is not None
         ),
@@ -193,18 +220,20 @@ def _set_names(runs: Sequence[SeedNumbers]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.sets))
 
 
-def _accuracy(number: Number | None, intervals: Sequence[tuple[float, float] | None]) -> Number | None:
+def _with_interval(number: Number | None, intervals: Sequence[tuple[float, float] | None]) -> Number | None:
     """With a single seed, replace the interval over seeds by the one over problems."""
     if number is None or number.seeds > 1 or len(intervals) != 1 or intervals[0] is None:
         return number
     return Number(value=number.value, low=intervals[0][0], high=intervals[0][1])
 
 
-def _difference(runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers]) -> Number | None:
-    reference = {run.seed: run.after for run in first if run.finished and run.after is not None}
+def _difference(runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers], field: str, largest: float) -> Number | None:
+    values = {run.seed: getattr(run, field) for run in runs}
+    reference = {run.seed: getattr(run, field) for run in first if run.finished}
     # Arms of a seed share their start, so pairing by seed removes the variance between cold starts.
-    pairs = [(run.after, reference[run.seed]) for run in runs if run.after is not None and run.seed in reference]
-    return over_seeds([after - other for after, other in pairs], lowest=-1.0, highest=1.0)
+    pairs = [(after, reference.get(seed)) for seed, after in values.items()]
+    differences = [after - other for after, other in pairs if after is not None and other is not None]
+    return over_seeds(differences, lowest=-largest, highest=largest)
 
 
 def _clip_ratio(runs: Sequence[SeedNumbers], first: Sequence[SeedNumbers] | None) -> float | None:

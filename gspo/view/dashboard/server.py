@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo.errors import ConfigError, panics_as_errors
+from gspo.errors import panics_as_errors
+from gspo.loopback import loopback_listener, server
 from gspo.view.dashboard import handlers
 from gspo.view.dashboard.guard import Guard, SessionKeys
 from gspo.view.dashboard.watchlist import NAME, WatchedRun, Watchlist
@@ -29,60 +29,23 @@ FILES = {
     "tokens.js": "text/javascript",
     "app.js": "text/javascript",
 }
-IDLE_S = 8.0
-"""Timeout of a connection without a complete request."""
-CROWDED_IDLE_S = 2.0
-"""The same with more than `CROWD` open connections."""
 RESPONSE_S = 30.0
 """Timeout of a response that the client does not read."""
-MOST_CONNECTIONS = 800
-CROWD = 150
 
 
 def watch(paths: Sequence[str | Path], *, port: int = 0, ready: Callable[[str], None] = print) -> int:
     """Serve the page until interrupted; `ready` receives the lines to print for the user."""
-    import uvicorn
-
     watchlist = Watchlist(paths)
-    listener = _listener(port)
+    listener = loopback_listener(port)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     keys = SessionKeys(announce=lambda key: ready(f"opened; for another browser: {address}/#key={key}"))
     app = application(watchlist, keys)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        http=_protocol(),
-        ws="none",
-        # Below the usual limit of 1,024 open files of a process.
-        limit_concurrency=MOST_CONNECTIONS,
-        timeout_keep_alive=5,
-        # Headers that never end would otherwise fill the memory.
-        h11_max_incomplete_event_size=16384,
-        server_header=False,
-    )
     forward = f"ssh -L {address.rpartition(':')[2]}:{address[7:]} HOST"
     ready(f"{len(watchlist.runs)} {'run' if len(watchlist.runs) == 1 else 'runs'} at {address}/#key={keys.once}")
     ready(f"from another machine: {forward}, then open the same link there. Ctrl-C stops the server.")
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        server(app, response_s=RESPONSE_S).run(sockets=[listener])
     return 0
-
-
-def _listener(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # Without it, a port stays taken for a minute after the server stops.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1", port))
-        listener.listen(256)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(
-            f"--port {port}: cannot listen on this port ({error}); choose another, or leave it out"
-        ) from None
-    return listener
 
 
 def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
@@ -154,35 +117,3 @@ def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
         route("/api/runs/{run}/steps/{step}/{group}/{sample}", completion),
     ]
     return Guard(Starlette(routes=routes), keys)
-
-
-def _protocol() -> Any:
-    """uvicorn's HTTP protocol with timeouts. It has none for incomplete requests and responses that are not read."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class TimeoutProtocol(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._since = self.loop.time()
-            self._last_state = (self.cycle, False)
-            self._timer = self.loop.call_later(CROWDED_IDLE_S, self._check)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._timer.cancel()
-            super().connection_lost(exc)
-
-        def _check(self) -> None:
-            """Abort a connection whose state has not changed for too long."""
-            busy = self.cycle is not None and not self.cycle.response_complete
-            if (self.cycle, busy) != self._last_state:
-                self._since = self.loop.time()
-                self._last_state = (self.cycle, busy)
-            idle = CROWDED_IDLE_S if len(self.connections) > CROWD else IDLE_S
-            # A second early, because the next check is a second away.
-            if self.loop.time() - self._since > (RESPONSE_S if busy else idle) - 1:
-                # Not `close`, which waits until the client has read what is buffered.
-                self.transport.abort()
-            else:
-                self._timer = self.loop.call_later(1.0, self._check)
-
-    return TimeoutProtocol

@@ -21,7 +21,19 @@ from gspo.errors import DataError
 from gspo.objectives.objective import Objective
 from gspo.objectives.samples import keeps_group
 from gspo.rollout.gather import RolloutBatch
-from gspo.types import Completion, Conversation, ConversationEnd, Group, Prompt, Routes, Score, Status, StopReason, Turn
+from gspo.types import (
+    Branch,
+    Completion,
+    Conversation,
+    ConversationEnd,
+    Group,
+    Prompt,
+    Routes,
+    Score,
+    Status,
+    StopReason,
+    Turn,
+)
 from gspo.view.completions import grouped
 
 
@@ -137,8 +149,21 @@ def _check_lengths(where: str, record: Mapping[str, Any]) -> None:
         problem = f"sampled must be a 0 or 1 for each of the {tokens} tokens"
     elif len(record["logp_sampler"]) != sum(sampled):
         problem = f"{sum(sampled)} tokens, but {len(record['logp_sampler'])} log-probs"
+    elif not _branches_fit(record.get("branches", []), tokens):
+        problem = "branches must be (start, parent, shared) of parts in order, each with a parent before it"
     if problem:
         raise DataError(f"{where}: {problem}; the file is damaged, replay another step")
+
+
+def _branches_fit(branches: Any, tokens: int) -> bool:
+    start = 0
+    for number, branch in enumerate(branches):
+        if not isinstance(branch, list) or len(branch) != 3 or not all(type(n) is int for n in branch):
+            return False
+        if not start <= branch[0] <= tokens or not -1 <= branch[1] < number or (branch[1] < 0) != (number == 0):
+            return False
+        start = branch[0]
+    return True
 
 
 def _group(file: Path, lines: Sequence[Mapping[str, Any]], prompt_ids: tuple[int, ...], routes: bool) -> Group:
@@ -172,10 +197,12 @@ def _completion(line: Mapping[str, Any], routes: Routes | None) -> Completion:
         logp_sampler=tuple(line["logp_sampler"]),
         stop=StopReason(line["stop"]),
         version=line["version"],
+        spans=tuple((version, first) for version, first in line.get("spans", ())),
         routes=routes,
         sampled=tuple(map(bool, line.get("sampled", ()))),
         thinking_cut=line.get("thinking_cut", False),
         conversation=_conversation(line) if "turns" in line else None,
+        branches=tuple(Branch(start=s, parent=p, shared=n) for s, p, n in line.get("branches", ())),
     )
 
 

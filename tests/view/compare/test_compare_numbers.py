@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from by_hand import evaluation, rows_of, step_row, write_run
 
+from gspo.student_t import t_point
 from gspo.view.compare import spread
 from gspo.view.compare.curves import Curve, Run, Series, band, curve, read_run, sampled_tokens, smooth, window_of
 from gspo.view.compare.figures import spans_orders_of_magnitude
-from gspo.view.compare.intervals import over_seeds, t_point
+from gspo.view.compare.intervals import Number, over_seeds
+from gspo.view.compare.rows import table_rows
 from gspo.view.compare.spread import length_bins
 from gspo.view.compare.table import arm_numbers
 
@@ -169,6 +171,24 @@ def test_the_numbers_of_two_arms_over_three_seeds(tmp_path: Path) -> None:
     assert gspo.minutes is not None
     assert gspo.minutes.value == 2.0  # four steps of half a minute
     assert gspo.flips is None
+
+
+def test_the_held_out_reward_is_compared_where_it_differs_from_the_accuracy(tmp_path: Path) -> None:
+    def run(label: str, seed: int, after: float) -> Run:
+        reward = {"eval__reward": after, "eval__reward_low": after - 0.1, "eval__reward_high": after + 0.1}
+        rows = [step_row(0, **evaluation(0.0), eval__reward=0.25), step_row(4, **evaluation(0.0), **reward)]
+        return run_of(tmp_path / f"{label}{seed}", rows, seed=seed)
+
+    one = [Series(label="a", runs=[run("a", 0, 0.5)]), Series(label="b", runs=[run("b", s, 1 + s) for s in range(2)])]
+    first, second = arm_numbers(one)
+    assert first.held_out_after == Number(value=0.5, low=0.4, high=0.6)  # of one seed: over problems
+    assert second.held_out_difference == Number(value=0.5)
+    rows = dict(table_rows([first, second], 2))
+    assert rows["held-out reward before"] == ["0.25", "0.25"]
+    assert rows["held-out reward after"][0] == "0.5 [0.4, 0.6]"
+    binary = [step_row(0, **evaluation(0.5), eval__reward=0.5)]
+    (same,) = arm_numbers([Series(label="a", runs=[run_of(tmp_path / "same", binary)])])
+    assert same.held_out_after is None
 
 
 def test_the_final_reward_is_over_the_last_tenth_of_the_tokens(tmp_path: Path) -> None:

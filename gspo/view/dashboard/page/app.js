@@ -287,11 +287,12 @@ function groupRows(name, step, groups) {
     const [kind, label] = g.discarded ? ["out", "discarded: all completions have the same reward"]
       : g.uniform ? ["uniform", "uniform: all completions have the same reward"] : ["mixed", "mixed"];
     const verdicts = g.judged ? `${g.correct} of ${g.judged} correct` : "no verdicts";
+    const expected = g.answer === null ? "" : `, expected answer ${g.answer}`;
     const completions = g.completions.map((c, i) => completionLink(c, i, address(name, step, g.group, i)));
     return node("div", { class: "group" },
       node("div", {},
         node("div", { class: "prompt" }, g.prompt), node("span", { class: `tag ${kind}` }, label),
-        node("span", { class: "soft" }, `  ${verdicts}, ${g.prompt_id}`)),
+        node("span", { class: "soft" }, `  ${verdicts}, ${g.prompt_id}${expected}`)),
       node("div", { class: "completions" }, ...completions));
   });
 }

@@ -101,7 +101,7 @@ function segments(completion) {
   const found = [];
   let at = 0;
   for (const turn of Array.isArray(completion.turns) ? completion.turns : []) {
-    if (turn.start > at) found.push([at, turn.start, null]);
+    if (turn.start > at || branchAt(completion, at)) found.push([at, turn.start, null]);
     found.push([turn.start, turn.end, turn]);
     at = turn.end;
   }
@@ -109,7 +109,18 @@ function segments(completion) {
   return found;
 }
 
-function turnHeading(turn, number) {
+// The number and the shared tokens of the branch that begins with this token; null if none does.
+function branchAt(completion, at) {
+  const branches = completion.branches || [];
+  const number = branches.findLastIndex(([start], i) => i && start === at);
+  return number > 0 ? [number + 1, branches[number][2], branches[number][1] + 1] : null;
+}
+
+function turnHeading(turn, number, branch) {
+  if (turn === null && branch) {
+    return `Branch ${branch[0]}: the chat template has rewritten earlier turns. It shares ${branch[1]} tokens with branch `
+      + `${branch[2]}. What it writes after them, with the observation (given to the model, not trained on)`;
+  }
   if (turn === null) return "Observation (given to the model, not trained on)";
   const facts = [`Turn ${number}: ${turn.end - turn.start} tokens`];
   if (turn.calls.length) facts.push(`calls ${turn.calls.join(", ")}`);
@@ -147,7 +158,7 @@ class TokenView {
     let number = 0;
     for (const [start, end, turn] of segments(this.completion)) {
       number += turn ? 1 : 0;
-      const heading = node("p", { class: "soft" }, turnHeading(turn, number));
+      const heading = node("p", { class: "soft" }, turnHeading(turn, number, branchAt(this.completion, start)));
       const block = node("div", { class: turn ? "turn" : "turn given" }, heading, ...this.spans.slice(start, end));
       this.text.append(block);
     }
@@ -243,6 +254,20 @@ function factTable(completion) {
   ));
 }
 
+// The expected answer and the other columns of the row; null if none is recorded.
+function rowCard(completion) {
+  const { answer, columns } = completion;
+  const text = (value) => node("span", { class: "text", dir: "auto" }, value);
+  const others = Object.entries(columns || {}).map(([name, value]) => tableRow(name, text(value)));
+  if (!known(answer) && !others.length) return null;
+  const title = `${others.length} ${known(answer) ? "other " : ""}column${others.length === 1 ? "" : "s"} of the row`;
+  return node("section", { class: "card" },
+    known(answer) ? node("h2", {}, "Expected answer") : null,
+    known(answer) ? node("p", { class: "text", dir: "auto" }, answer) : null,
+    others.length ? node("details", { class: "columns" }, node("summary", {}, title),
+      node("table", {}, node("tbody", {}, ...others))) : null);
+}
+
 function completionView(completion) {
   const view = new TokenView(completion);
   const prompt = node("p", { class: "text", dir: "auto" }, completion.prompt || "");
@@ -253,6 +278,7 @@ function completionView(completion) {
   return node("div", { class: "sides" },
     node("div", {},
       card(node("h2", {}, "Prompt"), prompt),
+      rowCard(completion),
       card(controls, view.text, completion.omitted_tokens ? node("p", { class: "soft" }, more) : null)),
     node("aside", {},
       card(node("h2", {}, "Token"), view.inspector),
