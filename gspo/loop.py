@@ -203,8 +203,9 @@ class Loop:
         # One entry, because `learn` returns what all ranks have computed, and the leader has all completions.
         found = step_metrics(context.objective, collected, learned, self.config.rollout.sampling)
         if collected.weights is not None:
-            spans = bool(self.config.rollout.span_tokens)
-            found |= lag_metrics(collected, learned, step=state.step, updates=state.updates, spans=spans)
+            found |= lag_metrics(
+                collected, learned, step=state.step, updates=state.updates, settings=self.config.rollout
+            )
         metrics = combined([found])
         tokens = state.tokens + collected.tokens
         # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted or

@@ -48,6 +48,7 @@ LAYERS = (
     {"record"},
     {"callbacks", "cold_start", "collector", "resume_checks", "rollback", "saving"},
     {"contamination", "span_collector"},
+    {"suites"},
     {"loop", "follower", "sampler"},
     {"trainer"},
     {"view", "preflight"},
@@ -112,6 +113,7 @@ NAMED = {
     "aliases.py": "old names of rewards",
     "cluster/connect.py": "what Ray calls a cluster of one machine",
     "config/schema.py": "the default of a setting",
+    "suites/scorers.py": "the reward functions of published protocols",
     "record/run_format.py": "format 1 records only the names of objectives",
 }
 """Files that may name an objective, an engine or a reward that is defined elsewhere, and why."""
