@@ -29,7 +29,7 @@ from gspo.cluster.host import LEASE_S, ProcessHost
 from gspo.cluster.plan import RANK, SERVER, WORKER, Placement, check_fits, described, plan, shrunk
 from gspo.config import Config
 from gspo.errors import ConfigError, RankError
-from gspo.ranks.environment import CLUSTER, LAUNCHED, LEADER_SILENT, RANK_LOST
+from gspo.ranks.environment import CLUSTER, LAUNCHED, LEADER_SILENT, RANK_LOST, signal_name
 
 PLACE_S = 120.0
 """Seconds within which the processes of a run must be placed. A node that was lost is listed for some of them."""
@@ -331,7 +331,7 @@ class _Run:
         if rank.lost:
             what = f"was lost: {rank.lost}"
         elif rank.code is not None and rank.code < 0:
-            what = f"was ended by {signal.Signals(-rank.code).name}"
+            what = f"was killed by {signal_name(-rank.code)}"
         else:
             what = f"ended with exit code {rank.code}"
         lines = _last_lines(self._order.run / "ranks" / f"{rank.rank}.log") or list(rank.last)

@@ -58,6 +58,8 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
 
         check_count(options.nproc)
         if options.nproc > 1:
+            # Before ranks start, which takes seconds, so that a mistake is reported immediately, and once.
+            config.check_number_of_ranks(_given_config(options, overrides), options.nproc)
             return launch(options.nproc)
     if is_follower():
         # The leader reads the recipe and reports what is wrong with it, once.
@@ -94,6 +96,14 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError("train: give a recipe (a .toml file), or --resume RUN")
 
 
+def _given_config(options: argparse.Namespace, overrides: list[str]) -> Config:
+    """The settings of the run that these arguments start or resume, for a launcher of ranks."""
+    _check_options(options)
+    if options.resume:
+        return _settings_of(options.resume, overrides)
+    return config.load(options.recipe, given_settings(options) + overrides)
+
+
 RESTARTS = 2
 """The default of `--restarts`."""
 
@@ -112,13 +122,11 @@ def _launch_on_cluster(options: argparse.Namespace, overrides: list[str]) -> int
     if world_size() > 1:
         raise ConfigError("--cluster: a launcher has already started several processes (WORLD_SIZE); unset WORLD_SIZE")
     check_address(options.cluster)
-    _check_options(options)
+    settings = _given_config(options, overrides)
     arguments = without_options(sys.argv[1:], ("--nproc", "--cluster", "--restarts"))
     if options.resume:
-        settings = _settings_of(options.resume, overrides)
         run = Path(options.resume)
     else:
-        settings = config.load(options.recipe, given_settings(options) + overrides)
         run = run_path(settings)
         # Named here, because the run is resumed by its name, and a default name has the time in it.
         arguments = [*without_options(arguments, ("--run-dir",)), "--run-dir", str(run)]
@@ -146,8 +154,9 @@ def train_recipe(recipe: str, options: argparse.Namespace, overrides: list[str])
         with activity("importing torch and transformers"):
             quiet_libraries()
             from gspo.ranks.start import join_ranks
-            from gspo.trainer import train
+            from gspo.trainer import check_recipe, train
 
+        check_recipe(settings)  # before it waits for the other ranks
         with join_ranks(settings.ranks.timeout_s) as ranks:
             outcome = train(settings, display, ranks)
     return _report(outcome)

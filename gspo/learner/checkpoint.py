@@ -260,13 +260,13 @@ def _swap(one: Path, other: Path) -> bool:
     return bool(rename(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0)
 
 
-def size_of(model: Any) -> int:
+def size_of(model: Any, lag: int = 0) -> int:
     """Approximate bytes of a checkpoint: the trained weights, two float32 moments, and float32 masters of weights in
-    lower precision."""
+    lower precision. With `rollout.max_lag`, it may also have the weights of that many earlier steps."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     n = sum(p.numel() for p in parameters)
     low = any(p.element_size() < 4 for p in parameters)
-    return sum(p.numel() * p.element_size() for p in parameters) + (12 if low else 8) * n
+    return sum(p.numel() * p.element_size() for p in parameters) * (1 + lag) + (12 if low else 8) * n
 
 
 def saved(folder: Path) -> list[Path]:

@@ -33,9 +33,11 @@ def check_disk(context: PreflightContext) -> Iterator[Finding]:
     steps, abandoned = context.config.steps, abandoned_steps(context.config)
     need = each * count + logged * (steps + abandoned)
     masters = ", float32 masters" if _low_precision(context) else ""
+    lag = context.config.rollout.max_lag
+    older = f", up to {lag} of older weights for rollout.max_lag" if lag else ""
     disabled = "" if context.config.log.rollouts else " (log.rollouts = false)"
     detail = [
-        f"{'checkpoints':<24} {human(each * count):>8}   {count} x {human(each)} (weights, moments{masters}); "
+        f"{'checkpoints':<24} {human(each * count):>8}   {count} x {human(each)} (weights, moments{masters}{older}); "
         f"{_kept(context)}",
         f"{'rollouts':<24} {human(logged * steps):>8}   {steps} steps x {human(logged)}{disabled}",
     ]
@@ -57,8 +59,9 @@ def check_disk(context: PreflightContext) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(context: PreflightContext) -> float:
-    """One checkpoint: the model, two float32 moments, and float32 masters for weights in lower precision."""
-    return size_of(context.skeleton)
+    """One checkpoint: the model, two float32 moments, and float32 masters for weights in lower precision. With a
+    lag, also that many copies of older weights, which is the most that batches can still need."""
+    return size_of(context.skeleton, context.config.rollout.max_lag)
 
 
 def checkpoints(context: PreflightContext) -> int:

@@ -7,14 +7,19 @@ library, so that a command can ask before it loads anything.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 from gspo.errors import ConfigError
 
 NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHED = "GSPO_NPROC"
 """The number of ranks, in the environment of those that `gspo train --nproc` has started."""
+ENDED = "GSPO_ENDED_RANKS"
+"""A directory, in the environment of ranks that `gspo train --nproc` has started: a file of it has the number of the
+signal that killed the rank of this name."""
 CLUSTER = "GSPO_CLUSTER"
 """What `gspo train --cluster` tells its ranks about the cluster, as JSON (`cluster/connect.py`)."""
 RANK_LOST = 74
@@ -28,6 +33,22 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def signal_name(number: int) -> str:
+    """A signal that has killed a process, for an error message."""
+    name = next((known.name for known in signal.Signals if known == number), "unknown")
+    hint = "; the system sends it if memory runs out" if number == signal.SIGKILL else ""
+    return f"signal {number} ({name}{hint})"
+
+
+def killed_by(rank: int, environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number of the signal that has killed a rank, if the launcher has seen it."""
+    folder = environment.get(ENDED)
+    try:
+        return int((Path(folder) / str(rank)).read_text()) if folder else None
+    except (OSError, ValueError):  # no such file, or one that is being written
+        return None
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:

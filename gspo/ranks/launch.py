@@ -12,13 +12,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.ranks.environment import LAUNCHED, LEADER_SILENT, free_port, world_size
+from gspo.ranks.environment import ENDED, LAUNCHED, LEADER_SILENT, free_port, signal_name, world_size
 
 CONTINUE = "continue with: gspo train --resume RUN"
 GRACE_S = 10.0
@@ -52,6 +54,8 @@ def launch(count: int, arguments: Sequence[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
     ranks: list[subprocess.Popen[bytes]] = []
+    ended = tempfile.TemporaryDirectory(prefix="gspo-ranks-")
+    environment[ENDED] = ended.name
 
     def forward(number: int, frame: Any) -> None:
         for leader in ranks[:1]:
@@ -69,7 +73,7 @@ def launch(count: int, arguments: Sequence[str] | None = None) -> int:
                 preexec_fn=_end_with_launcher,
             )
             ranks.append(process)
-        return _wait(ranks)
+        return _wait(ranks, Path(ended.name))
     finally:
         for process in ranks:
             with suppress(ProcessLookupError):
@@ -77,19 +81,28 @@ def launch(count: int, arguments: Sequence[str] | None = None) -> int:
             process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
+        ended.cleanup()
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], ended: Path) -> int:
     leader, *followers = ranks
     failed_at: float | None = None
+    told: set[int] = set()
     while leader.poll() is None:
+        for rank, follower in enumerate(followers, start=1):
+            # Only the launcher can know it. The leader reports it.
+            if (follower.poll() or 0) < 0 and rank not in told:
+                (ended / str(rank)).write_text(str(-follower.returncode))
+                told.add(rank)
         if any(follower.poll() == LEADER_SILENT for follower in followers):
             _report("does not respond (ranks.timeout_s)")
             return 1
         failed = [rank for rank, follower in enumerate(followers, start=1) if follower.poll()]
         failed_at = failed_at or (time.monotonic() if failed else None)
         if failed_at is not None and time.monotonic() > failed_at + UNNOTICED_S:
-            print(f"gspo: rank {failed[0]} failed, and rank 0 still waits for it; {CONTINUE}", file=sys.stderr)
+            code = followers[failed[0] - 1].returncode
+            what = "failed" if code > 0 else f"was killed by {signal_name(-code)}"
+            print(f"gspo: rank {failed[0]} {what}, and rank 0 still waits for it; {CONTINUE}", file=sys.stderr)
             return 1
         time.sleep(0.05)
     for follower in followers:
@@ -101,7 +114,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(0.05)
     code = leader.returncode
     if code < 0 and -code not in (signal.SIGINT, signal.SIGTERM):
-        _report(f"was ended by {signal.Signals(-code).name}")
+        _report(f"was killed by {signal_name(-code)}")
     # As a shell reports a process that a signal has killed.
     return code if code >= 0 else 128 - code
 

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from gspo.errors import ConfigError, RankError
-from gspo.ranks.environment import LEADER_SILENT, own_rank, world_size
+from gspo.ranks.environment import LEADER_SILENT, killed_by, own_rank, signal_name, world_size
 from gspo.ranks.group import ONE, Ranks
 from gspo.signals import Interrupted, end_phase
 
@@ -159,13 +159,14 @@ class Watch:
             if now - awake > LATE:  # this process itself was frozen (Ctrl-Z), so it could not see heartbeats
                 self._seen = {other: (value, now) for other, (value, _) in self._seen.items()}
             awake = now
-            silent = next((other for other in self._others if self.silent_s(other) > self._deadline_s), None)
+            silent = next((other for other in self._others if self.silent_s(other) > self._patience_s(other)), None)
             if silent is None:
                 continue
             text = f"rank {silent} has not responded for {self.silent_s(silent):.0f} s"
             if self.rank == 0:
                 # In a collective, the main thread notices it by itself.
-                end_phase(RankError(text + self._last_lines(silent) + self._remedy()))
+                cause = self._cause(silent) or text + self._last_lines(silent)
+                end_phase(RankError(cause + self._remedy()))
             elif silent == 0:
                 # A follower waits for the commands of the leader without a deadline.
                 print(f"gspo: rank {self.rank}: {text}", file=sys.stderr, flush=True)
@@ -178,6 +179,10 @@ class Watch:
             ident = threading.main_thread().ident
             assert ident is not None
             signal.pthread_kill(ident, signal.SIGUSR1)
+
+    def _patience_s(self, other: int) -> float:
+        """How long a rank may be silent while this one waits for something else."""
+        return self._deadline_s if killed_by(other) is None else LATE + BEAT
 
     def silent_s(self, other: int) -> float:
         """Seconds since the last heartbeat of another rank."""
@@ -242,6 +247,8 @@ class Watch:
         with suppress(RuntimeError):
             if self._store.check([f"failed/{other}"]):
                 failure = self._store.get(f"failed/{other}").decode(errors="replace")
+        if (number := killed_by(other)) is not None:
+            return f"rank {other} was killed by {signal_name(number)}{self._last_lines(other)}"
         if failure.startswith(RankError.__name__):  # it only noticed that another one failed
             return ""
         if failure:

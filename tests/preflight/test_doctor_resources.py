@@ -275,6 +275,15 @@ def test_estimated_sizes_on_disk_match_a_run(
     assert 0.5 < disk.rollout_bytes(context) / logged < 2
 
 
+def test_a_checkpoint_of_a_run_with_a_lag_may_have_older_weights(tiny: Callable[..., Config], examined: Any) -> None:
+    contexts = [examined(tiny(f"rollout.max_lag={lag}"), *PLAN).context for lag in (0, 1, 3)]
+    sizes = [disk.checkpoint_bytes(context) for context in contexts]
+    weights = sum(p.numel() * p.element_size() for p in contexts[0].skeleton.parameters())
+    assert sizes == [sizes[0], sizes[0] + weights, sizes[0] + 3 * weights]
+    lines = examined(tiny("rollout.max_lag=3"), *PLAN, "disk").only("disk").detail
+    assert "up to 3 of older weights for rollout.max_lag" in lines[0]
+
+
 def test_the_number_of_checkpoints_on_disk(tiny: Callable[..., Config], examined: Any) -> None:
     def count(*overrides: str) -> int:
         return disk.checkpoints(examined(tiny(*overrides), "objective").context)

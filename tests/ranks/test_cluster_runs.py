@@ -196,7 +196,8 @@ def test_a_killed_leader_and_a_killed_raylet_lose_nothing(raylets: Raylets, tmp_
     (tmp_path / "wait").unlink()
     output = training.finish()
 
-    assert "rank 0 on 127.0.0.1 was ended by SIGKILL; its last lines:\n  " in output
+    killed = "was killed by signal 9 (SIGKILL; the system sends it if memory runs out)"
+    assert f"rank 0 on 127.0.0.1 {killed}; its last lines:\n  " in output
     assert "restart 2 of 2" in output
     assert "no longer fit (the cluster has 1 node (3 CPU)); the run continues with 1 rank" in output
     assert f"Run directory:  {cut}" in output

@@ -168,11 +168,44 @@ def test_a_signal_to_the_launcher_saves_and_the_run_resumes(
     same_end(run, golden(2))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (["--learner.context_parallel=3"], "learner.context_parallel: 2 ranks cannot form groups of 3"),
+        (["--rollout.max_lag=1"], "rollout.max_lag: sampling while training works in a single process"),
+        (["--learner.learning_rate=-1"], "learner.learning_rate: must be at least 0"),
+        (["--resume", "RUN"], "train --resume: a run continues with its own model"),
+    ],
+)
+def test_the_launcher_refuses_settings_before_ranks_start(
+    settings: tuple[list[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = settings
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda *args, **options: pytest.fail("a rank was started"))
+    assert main(["train", str(write_recipe(tiny_config(tmp_path))), "--nproc", "2", *arguments]) == 1
+    assert capsys.readouterr().err.startswith(f"gspo: {message}")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_reported_with_its_signal(tmp_path: Path, launched: Callable[..., Launched]) -> None:
+    config = tiny_config(tmp_path, "steps=1000", "eval.every=0", "checkpoint.every=1000")
+    run = Path(config.run_dir)
+    ranks = launched("gspo", "train", str(write_recipe(config)), "--nproc=2")
+    ranks.reach(run, 1)
+    os.kill(ranks.rank(1), signal.SIGKILL)
+    assert ranks.wait() == 1, ranks.text
+    (error,) = ranks.errors
+    assert error.startswith("gspo: rank 1 was killed by signal 9 (SIGKILL; the system sends it if memory runs out)")
+    assert f"continue with: gspo train --resume {run}" in ranks.text
+    assert "Traceback" not in ranks.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [
-        (signal.SIGKILL, 137, "rank 0, which leads the run, was ended by SIGKILL"),
+        (signal.SIGKILL, 137, "rank 0, which leads the run, was killed by signal 9 (SIGKILL; "),
         (signal.SIGSTOP, 1, "rank 0, which leads the run, does not respond"),
     ],
 )
