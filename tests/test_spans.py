@@ -86,7 +86,7 @@ def test_the_ledger_has_every_cut(golden: Path) -> None:
 def test_metrics_of_spans_and_their_definitions_match(golden: Path, file: str, definitions: tuple[Metric, ...]) -> None:
     found = {key for row in read_jsonl(golden / file) for key in row if key.startswith("lag/")}
     found = {re.sub(r"/\d+/", "/NAME/", key) for key in found}
-    assert found == {m.key for m in definitions if m.key.startswith("lag/")}
+    assert found == {m.key for m in definitions if m.key.startswith("lag/") and "over_lag" not in m.present}
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -201,6 +201,7 @@ def test_a_batch_has_as_many_turns_as_its_longest_completion_needs(
         (("rollout.span_tokens=10",), "not less than rollout.max_tokens"),
         (("data.sampling=difficulty",), "chooses problems by the batch before"),
         (("rollout.max_lag=0",), "has no effect"),
+        (("rollout.over_lag=drop",), "3 turns of 4 tokens are enough for rollout.max_tokens = 10"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -213,6 +214,54 @@ def test_settings_that_cannot_work_are_refused(
 def test_refills_are_refused(tiny: Callable[..., Config], display: Any) -> None:
     with pytest.raises(ConfigError, match=r"rollout.refill_budget: with rollout.span_tokens"):
         train(tiny(*SETTING, "objective.keep=mixed"), display)
+
+
+DROP = ("rollout.over_lag=drop", "rollout.span_tokens=3", "rollout.max_lag=2")
+
+
+def test_completions_that_are_too_long_are_dropped(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch)
+    config = tiny(*SETTING, *DROP)
+    train(config, display)
+    waits = tiny(*SETTING, *DROP, "rollout.over_lag=wait", "steps=1", run_dir="waits")
+    train(waits, display)
+    run = run_of(config)
+
+    def completions(run: Path, step: int) -> dict[tuple[str, int], list[int]]:
+        records = read_jsonl(run / f"rollouts/{step:06d}.jsonl")
+        return {(r["prompt_id"], r["sample"]): r["token_ids"] for r in records}
+
+    every = completions(run_of(waits), 1)
+    assert completions(run, 1) == {key: ids for key, ids in every.items() if len(ids) <= 6}
+    dropped = {line["batch"]: line for line in read_jsonl(run / "ledger.jsonl") if line["state"] == "dropped"}
+    assert {(prompt, sample) for prompt, sample, _ in dropped[1]["completions"]} == {
+        key for key, ids in every.items() if len(ids) > 6
+    }
+    rows = {row["step"]: row for row in read_jsonl(run / "metrics.jsonl")}
+    total = 0
+    ledger = read_ledger(run)
+    for step in range(1, STEPS + 1):
+        found = dropped[step]["completions"]
+        assert {tokens for *_, tokens in found} == {6}
+        left = completions(run, step)
+        assert len(left) + len(found) == 16
+        assert rows[step]["lag/dropped"] == len(found)
+        assert rows[step]["lag/dropped_fraction"] == pytest.approx(len(found) / 16)
+        assert rows[step]["lag/dropped_tokens"] == 6 * len(found)
+        lost = {prompt for prompt, *_ in found} - {prompt for prompt, _ in left}
+        assert rows[step]["lag/dropped_prompts"] == len(lost)
+        # Dropped or not, a prompt has had its turn: the order continues after it.
+        assert len(ledger[step - 1].prompts or ()) == 4
+        total += sum(map(len, left.values())) + 6 * len(found)
+    assert rows[STEPS]["tokens/sampled"] == total
+    cut = tmp_path / "cut"
+    shutil.copytree(run, cut)
+    for later in checkpoint.saved(cut / "checkpoints")[3:]:
+        shutil.rmtree(later)
+    resume(cut, display, trust_run=True)
+    same_end(run, cut)
 
 
 @pytest.mark.slow

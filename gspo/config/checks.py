@@ -127,6 +127,11 @@ def _check_spans(config: Config) -> None:
             f"rollout.span_tokens: {rollout.span_tokens} is not less than rollout.max_tokens = {rollout.max_tokens}, "
             "so no completion would be cut; lower it, or set it to 0"
         )
+    if rollout.over_lag == "drop" and rollout.span_tokens * rollout.max_lag >= rollout.max_tokens:
+        raise ConfigError(
+            f'rollout.over_lag: "drop" has no effect: {rollout.max_lag} turns of {rollout.span_tokens} tokens are '
+            f'enough for rollout.max_tokens = {rollout.max_tokens}; set it to "wait", or lower rollout.span_tokens'
+        )
     if config.data.sampling == "difficulty":
         raise ConfigError(
             'rollout.span_tokens: data.sampling = "difficulty" chooses problems by the batch before, which is still '

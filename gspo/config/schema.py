@@ -271,6 +271,10 @@ class RolloutConfig:
     at most this many tokens in each turn but the last, and is continued by the newer weights. So long completions share
     their turns with the next batches, and their later tokens are younger. The length of a turn is counted in tokens,
     so results do not depend on timing (docs/asynchronous.md). `0` samples every batch from a single version."""
+    over_lag: Annotated[Literal["wait", "drop"], OnlyWith("rollout.span_tokens")] = "wait"
+    """What happens to completions that are not over after the tokens of all turns. `wait` samples them to their end in
+    the last turn, and the learner waits for them. `drop` gives them up, so the last turn is as short as the others. The
+    batch is then biased to short completions, and to problems that have them (`lag/dropped_fraction`)."""
     sampler_device: Annotated[str, OnlyWith("rollout.max_lag")] = ""
     """Device of the sampling process, for example `cuda:1`. If empty, the learner's device (`model.device`), which then
     holds two copies of the weights."""

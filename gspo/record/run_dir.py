@@ -18,6 +18,7 @@
     rollbacks.json         every rollback; see record/rollbacks.py
     abandoned/001/         metrics, timings and rollouts of the steps that the first rollback abandoned
     ranks/1.log            what rank 1 has printed, if the run has several ranks
+    inputs/                rows and a model that the Python API was given as objects
 
 In: the records of a run. Out: the files above. Invariant: a reader never sees a partial line, not even after a failed
 write. A resume truncates metrics and timings to the checkpoint's offsets. Events and errors contain no secrets; a
@@ -76,6 +77,7 @@ FOLDERS = (
     "ranks",
     "tensorboard",
     "wandb",
+    "inputs",
 )
 RENAMED = ("rollouts", "checkpoints")
 """Folders whose files are never written in place, so a hard link to one of them is harmless."""
@@ -114,8 +116,8 @@ class RunDir:
                 f"{path}: already holds a run; continue it with 'gspo train --resume {path}', "
                 "or choose another --run-dir"
             )
-        # A lock file may be left from a run that never started.
-        if path.is_dir() and any(p.name != ".lock" for p in path.iterdir()):
+        # A lock file may be left from a run that never started. Inputs are written before the run starts.
+        if path.is_dir() and any(p.name not in (".lock", "inputs") for p in path.iterdir()):
             raise ConfigError(
                 f"{path}: is not empty and holds no run; choose another --run-dir, so that nothing in it is lost"
             )
