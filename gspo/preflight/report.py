@@ -36,17 +36,30 @@ def doctor(
 ) -> int:
     """Run the pre-flight checks of a recipe and print the report; 1 if a check fails."""
     sources = [SuiteSource.parse(text) for text in suites]
+    if not as_json:
+        return exit_code(shown(recipe, overrides, quick=quick, prompts=prompts, suites=sources, title=recipe))
+    with life_signs():
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, suites=sources, show=_nothing)
+    print(json.dumps(as_data(recipe, findings), indent=2, allow_nan=False))
+    return exit_code(findings)
+
+
+def shown(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    quick: bool,
+    prompts: int | None,
+    suites: Sequence[SuiteSource] = (),
+    title: str,
+) -> Sequence[Finding]:
+    """Run the pre-flight checks of a recipe and print them under this title; the findings."""
     with life_signs() as out:
         page = _Page(out)
-        if not as_json:
-            page.title(f"gspo doctor {recipe}")
-        show = _nothing if as_json else page.show
-        findings = examine(recipe, overrides, quick=quick, prompts=prompts, suites=sources, show=show)
-        if not as_json:
-            page.verdict(findings)
-    if as_json:
-        print(json.dumps(as_data(recipe, findings), indent=2, allow_nan=False))
-    return exit_code(findings)
+        page.title(f"gspo doctor {title}")
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, suites=suites, show=page.show)
+        page.verdict(findings)
+    return findings
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
