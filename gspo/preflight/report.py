@@ -26,16 +26,22 @@ WIDEST = 110
 
 def doctor(recipe: str, overrides: Sequence[str], *, quick: bool, as_json: bool, prompts: int | None) -> int:
     """Run the pre-flight checks of a recipe and print the report; 1 if a check fails."""
+    if not as_json:
+        return exit_code(shown(recipe, overrides, quick=quick, prompts=prompts, title=recipe))
+    with life_signs():
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=_nothing)
+    print(json.dumps(as_data(recipe, findings), indent=2, allow_nan=False))
+    return exit_code(findings)
+
+
+def shown(recipe: str, overrides: Sequence[str], *, quick: bool, prompts: int | None, title: str) -> Sequence[Finding]:
+    """Run the pre-flight checks of a recipe and print them under this title; the findings."""
     with life_signs() as out:
         page = _Page(out)
-        if not as_json:
-            page.title(f"gspo doctor {recipe}")
-        findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=_nothing if as_json else page.show)
-        if not as_json:
-            page.verdict(findings)
-    if as_json:
-        print(json.dumps(as_data(recipe, findings), indent=2, allow_nan=False))
-    return exit_code(findings)
+        page.title(f"gspo doctor {title}")
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=page.show)
+        page.verdict(findings)
+    return findings
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

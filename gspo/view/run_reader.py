@@ -145,7 +145,8 @@ class RunReader:
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `stopped` (by a signal), `failed`, `ended` (exited unexpectedly) or `gone`."""
+        """`running`, `finished`, `stopped` (by a signal or a callback), `failed`, `ended` (exited unexpectedly) or
+        `gone`."""
         if not self.path.is_dir():
             return "gone"
         # The lock first: a resumed run is running, although its last event may still be a stop or an error.
@@ -155,7 +156,7 @@ class RunReader:
         if last.get("event") == "error":
             return "failed"
         if last.get("event") == "stop":
-            return "finished" if last.get("signal") is None else "stopped"
+            return "finished" if last.get("signal") is None and last.get("reason") is None else "stopped"
         return "ended"
 
     def curves(
