@@ -38,7 +38,8 @@ def test_activities_nest_and_end_with_their_context() -> None:
             raise KeyboardInterrupt
 
     with activity("outer"):
-        pytest.raises(KeyboardInterrupt, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
         assert names() == [["outer"]]
     assert names() == []
 

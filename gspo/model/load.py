@@ -29,6 +29,7 @@ from gspo.model.compiled_layers import request_compilation
 from gspo.model.gradient_checkpointing import recompute_activations
 from gspo.model.kernels.rms_norm import replace_norms
 from gspo.model.lm_head import lm_head
+from gspo.model.loading_progress import counted_loading
 from gspo.model.memory_alignment import align
 from gspo.model.packed_forward import supports_packing
 from gspo.model.partial import Parts
@@ -290,7 +291,8 @@ def _load_plain(config: ModelConfig, parts: Parts | None = None) -> Any:
 
         # The learner needs weights that it can train.
         options["quantization_config"] = GgufConfig(dequantize=True)
-    with load_errors(config), parts.reading() if parts else nullcontext():
+    gguf = "gguf_file" in options
+    with load_errors(config), counted_loading(gguf), parts.reading() if parts else nullcontext():
         return AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype_name(config)), trust_remote_code=config.trust_remote_code, **options
         )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from gspo.activity import current
 from gspo.config import Config, ModelConfig
 from gspo.errors import ConfigError
 from gspo.model.load import load_policy, load_tokenizer
@@ -112,6 +113,23 @@ def test_the_loaded_model_gives_the_same_logits(file: Path) -> None:
     assert tokenizer.decode(tokenizer("a b\nc")["input_ids"]) == "a b\nc"
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "7+5"}], tokenize=False)
     assert chat == "<|im_start|>7+5<|im_end|><|im_start|>"
+
+
+def test_loading_draws_nothing_and_is_counted(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+
+    def look(*event: object) -> None:
+        seen.extend(f"{one.name} of {one.total}" for path in current() for one in path)
+
+    config = ModelConfig(path=str(file), device="cpu")
+    handle = torch.nn.modules.module.register_module_parameter_registration_hook(look)
+    try:
+        load_policy(config, load_tokenizer(config), seed=0)
+    finally:
+        handle.remove()
+    said = capfd.readouterr()
+    assert said.out + said.err == ""
+    assert "weights of 21" in seen
 
 
 @pytest.mark.parametrize("lora", [0, 2])
