@@ -226,6 +226,7 @@ class Loop:
         with context.ranks.together("exchange_usage"):
             usage = exchange_usage(context.ranks, context.policy.device)
         self._write_rollouts(step, context, collected, learned)
+        self.sinks.completions(step, collected.rollouts.groups)
         self._check_updates(state, context, collected, learned)
         self._report_clip_limit(step, state.clip_scale, learned_state.clip_scale)
         self._keep_micro_batch_size(step, learned)

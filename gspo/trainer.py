@@ -8,6 +8,9 @@ function of the config. So a resumed run writes a byte-identical `metrics.jsonl`
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -251,6 +254,7 @@ def _run(
             run=run.path,
             settings=dataclasses.asdict(config),
             complain=display.message,
+            log=config.log,
         )
         stack.callback(sinks.close)
         stack.enter_context(_errors_as_events(run, config, display))
@@ -261,6 +265,8 @@ def _run(
         loop = Loop(run_dir=run, context=context, display=display, sinks=sinks, stop=stop, callbacks=listeners)
         state = loop.run_from(begin)
         picture = _picture(run, display) if state.step and not stop else None
+        if config.log.report and sinks and state.step:
+            _send_report(run, sinks, display)
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
         held_out_reward = held_out_rewards(run.path)
         early = None if loop.is_finished(state) else stop.reason
@@ -297,6 +303,19 @@ def _picture(run: RunDir, display: Display) -> Path | None:
     except DiskError as error:
         display.message(f"warning: {error}")
         return None
+
+
+def _send_report(run: RunDir, sinks: Sinks, display: Display) -> None:
+    """Write the report of the run as it is now, and send it to the sinks. A run without it has still finished."""
+    with activity("writing the report"), tempfile.TemporaryDirectory(prefix="gspo-report-") as folder:
+        file = Path(folder) / f"{run.path.name}.html"
+        # What reads run directories is not part of the trainer, so it runs as a command.
+        command = [sys.executable, "-m", "gspo", "report", str(run.path), "-o", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode or not file.is_file():
+            display.message(f"warning: log.report: the report could not be written: {done.stderr.strip()[-500:]}")
+            return
+        sinks.report(file)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ PolicyAlarm = Literal[
 AlarmName = Literal[PolicyAlarm, "engine mismatch", "rounding noise"]
 # Only alarms about the policy: other weights change neither the engine nor the precision.
 RollbackName = Literal[PolicyAlarm, "skipped updates"]
-Sink = Literal["tensorboard", "wandb", "trackio"]
+Sink = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 TINY_MODELS = ("tiny_dense", "tiny_moe")
 """Small models that `model.build` knows by name."""
 
@@ -515,7 +515,20 @@ class LogConfig:
     rollouts: bool = True
     """Write every completion with its tokens and log-probs to `rollouts/`."""
     sinks: tuple[Sink, ...] = ()
-    """Also log metrics to `tensorboard`, `wandb` or `trackio`."""
+    """Also log metrics and settings to `tensorboard`, `wandb`, `trackio` or `mlflow`. A resumed run continues in the
+    same run there."""
+    project: Annotated[str, OnlyWith("log.sinks")] = "gspo"
+    """Project of `wandb` and `trackio`, and experiment of `mlflow`."""
+    entity: Annotated[str, OnlyWith("log.sinks")] = ""
+    """Team or user of `wandb`. If empty, your default one."""
+    group: Annotated[str, OnlyWith("log.sinks")] = ""
+    """Group of the run in `wandb` and `trackio`; a tag in `mlflow`."""
+    tags: Annotated[tuple[str, ...], OnlyWith("log.sinks")] = ()
+    """Tags of the run in `wandb` and `mlflow`; part of its settings in `trackio`."""
+    completions: Annotated[NonNegative, OnlyWith("log.sinks")] = 0
+    """Completions per step in the table of completions that sinks get. `0` sends none."""
+    report: Annotated[bool, OnlyWith("log.sinks")] = False
+    """Send the report of the run (`gspo report`) to `wandb`, `trackio` or `mlflow` as an artifact when it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1567,6 +1567,20 @@ TIMINGS = (
         reduction=Reduction.SAME,
     ),
     Metric(
+        "lag/turn/NAME/start_s",
+        "When the turn with the weights after step NAME began, which sampled a part of the batch.",
+        present="`rollout.span_tokens`",
+        unit="seconds",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "lag/turn/NAME/end_s",
+        "When it ended, and what it had finished was scored.",
+        present="`rollout.span_tokens`",
+        unit="seconds",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
         "lag/learn_start_s",
         "When training on the batch began.",
         present="`rollout.max_lag`",

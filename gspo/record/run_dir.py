@@ -13,6 +13,7 @@
     ledger.jsonl           what has become of every batch, with rollout.max_lag; see record/ledger.py
     sampler.log            what the sampling process has printed, with rollout.max_lag
     checkpoints/000020/    see learner/checkpoint.py
+    trackers.json          the run's ids in wandb, trackio and MLflow, with log.sinks
     best.json              the step of the best checkpoint, with `checkpoint.keep_best`
     rollbacks.json         every rollback; see record/rollbacks.py
     abandoned/001/         metrics, timings and rollouts of the steps that the first rollback abandoned
@@ -60,6 +61,7 @@ FILES = (
     "ledger.jsonl",
     "sampler.log",
     "curves.png",
+    "trackers.json",
     held_out.FILE,
     rollbacks.FILE,
     *STEP_FILES,
@@ -305,7 +307,7 @@ class RunDir:
         """Remove the directory of a run that never started, unless it contains other files."""
         # Somebody else's directory may be at this path by now. It must not be emptied.
         if not self.started and self._lock.in_place():
-            for name in (".lock", "environment.json", run_format.FILE):
+            for name in (".lock", "environment.json", "trackers.json", run_format.FILE):
                 (self.path / name).unlink(missing_ok=True)
             for file in (self.path / "ranks").glob("[0-9]*.log"):
                 file.unlink(missing_ok=True)

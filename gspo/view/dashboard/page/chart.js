@@ -457,18 +457,33 @@ function drawTimeline(rows, name) {
     "aria-label": `${name}: when each step was sampled and trained on`,
   });
   const x = (t) => ((t - first) / Math.max(last - first, 1e-9)) * W;
-  const bar = (from, to, y, step, what) => {
+  const bar = (from, to, y, step, what, height = LANE) => {
     const width = Math.max(x(to) - x(from), 0.5).toFixed(2);
-    const d = `M${x(from).toFixed(2)} ${y}h${width}v${LANE}h-${width}Z`;
+    const d = `M${x(from).toFixed(2)} ${y}h${width}v${height}h-${width}Z`;
     const text = `step ${step}: ${what} for ${(to - from).toPrecision(3)} s`;
     svg.append(node("svg:path", { class: `f${step % COLORS}`, d }, node("svg:title", {}, text)));
   };
+  // Batches that are sampled in the same turn, with the weights of one step, share its time: they are drawn on top of
+  // each other.
+  const turns = new Map();
+  rows.forEach((r) => (r.turns || []).forEach(([weights, start, end]) => {
+    if (!turns.has(weights)) turns.set(weights, { start, end, steps: [] });
+    turns.get(weights).steps.push(r.step);
+  }));
+  turns.forEach((turn, weights) => turn.steps.forEach((step, i) => {
+    const height = LANE / turn.steps.length;
+    const what = `a turn with the weights of step ${weights}`;
+    bar(turn.start, turn.end, (i * height).toFixed(2), step, what, height.toFixed(2));
+  }));
   rows.forEach((r) => {
-    bar(r.sample_start, r.sample_end, 0, r.step, "sampled and scored");
+    if (!turns.size) bar(r.sample_start, r.sample_end, 0, r.step, "sampled and scored");
     bar(r.learn_start, r.learn_end, LANE + GAP, r.step, "trained on");
   });
-  const busy = (from, to) => format(rows.reduce((sum, r) => sum + r[to] - r[from], 0) / (last - first || 1), "share");
-  const summary = `${name}: above, sampling and scoring of a batch (${busy("sample_start", "sample_end")} of the time);`
+  const busy = (from, to) => share(rows.map((r) => [r[from], r[to]]));
+  const share = (spans) => format(spans.reduce((sum, [from, to]) => sum + to - from, 0) / (last - first || 1), "share");
+  const sampling = turns.size ? share([...turns.values()].map((t) => [t.start, t.end])) : busy("sample_start", "sample_end");
+  const parts = turns.size ? "; each turn has newer weights, and batches that share it are on top of each other" : "";
+  const summary = `${name}: above, sampling and scoring of a batch (${sampling} of the time${parts});`
     + ` below, training on it (${busy("learn_start", "learn_end")}). Steps ${rows[0].step} to`
     + ` ${rows[rows.length - 1].step}, ${(last - first).toPrecision(3)} s; a batch has one color.`;
   return node("div", { class: "chart" }, node("p", { class: "soft what" }, summary), svg);
