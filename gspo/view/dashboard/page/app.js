@@ -9,7 +9,7 @@ const problem = document.getElementById("problem");
 const etags = new Map();
 const state = {
   setup: null, runs: [], shown: new Set(), chosen: false, filters: { text: "", only: "", order: "" }, matches: [],
-  data: new Map(), smooth: 0.6, x: "step", first: null, last: null, view: null,
+  data: new Map(), smooth: 0.6, x: "step", first: null, last: null, view: null, highlighted: null,
 };
 
 // The session token. Local storage belongs to this host and port; a cookie would be sent to other ports, too.
@@ -102,6 +102,7 @@ function drawSidebar() {
 
 // Fade the curves of the other runs.
 function highlight(name) {
+  state.highlighted = name;
   const known = name !== null && state.shown.has(name) && state.shown.size > 1;
   for (const g of document.querySelectorAll("g.series")) g.classList.toggle("faded", known && g.dataset.run !== name);
 }
@@ -251,6 +252,7 @@ function drawOverview() {
   view.timesCard.hidden = !timed.length;
   view.timelines.replaceChildren(...timelineCard(runs));
   view.sections.update();
+  highlight(state.highlighted);
   view.events.replaceChildren(...eventTable(runs));
   const names = runs.map((r) => r.name).join();
   if (view.aboutOf !== names) { view.aboutOf = names; drawAbout(runs, view); }
