@@ -38,7 +38,7 @@ test-browser: $(DEV)
 
 # The CPU build of vLLM, in a separate environment. A test that cannot use it fails.
 test-vllm: $(VLLM)/.ready
-	HF_HUB_OFFLINE=1 GSPO_TESTS_NEED=vllm $(VLLM)/bin/python -m pytest -m vllm tests/contract/test_engines.py tests/rollout tests/ranks $(ARGS)
+	HF_HUB_OFFLINE=1 GSPO_TESTS_NEED=vllm $(VLLM)/bin/python -m pytest -m vllm tests/contract/test_engines.py tests/environment tests/rollout tests/ranks $(ARGS)
 
 # A subset of the fast tests with the oldest versions that pyproject.toml allows, in a separate environment.
 test-lowest: $(LOWEST)/.ready

@@ -149,7 +149,7 @@ def _check_lora_reference(config: Config, objective: Objective) -> None:
     if base_of(config.model.path):
         raise ConfigError(
             "objective.kl: its reference would be the model without adapters, not the adapter that the run starts "
-            "from; merge the adapter first (gspo merge) and train the merged model, or set objective.kl = 0"
+            "from; merge the adapter first (gspo save --merge) and train the merged model, or set objective.kl = 0"
         )
 
 

@@ -326,6 +326,8 @@ class Ahead:
             "lag/reward_s": own.clock.seconds.get("reward", 0.0),
             "lag/in_flight_updates": own.version - taken.batch.version,
             "lag/in_queue_updates": taken.version - own.version,
+            **{f"lag/turn/{weights}/start_s": start for weights, start, _ in own.turns},
+            **{f"lag/turn/{weights}/end_s": end for weights, _, end in own.turns},
         }
 
     @property

@@ -22,6 +22,7 @@ from typing import Any
 
 from gspo.activity import activity
 from gspo.build import load_reference, saved_model
+from gspo.callbacks import Callbacks
 from gspo.clock import Clock
 from gspo.cold_start import run_cold_start
 from gspo.collector import Ahead, Collector, InTurn
@@ -72,13 +73,21 @@ class Loop:
     """The training loop of one run."""
 
     def __init__(
-        self, *, run_dir: RunDir, context: RunContext, display: Display, sinks: Sinks, stop: StopRequest
+        self,
+        *,
+        run_dir: RunDir,
+        context: RunContext,
+        display: Display,
+        sinks: Sinks,
+        stop: StopRequest,
+        callbacks: Callbacks,
     ) -> None:
         self.run_dir = run_dir
         self.context = context
         self.display = display
         self.sinks = sinks
         self.stop = stop
+        self.callbacks = callbacks
         self.config = context.config
         """The settings of the run. `context.config` may have smaller micro-batches, after a step ran out of memory."""
         self.incidents = Incidents(run_dir=run_dir, display=display, config=context.config)
@@ -110,6 +119,7 @@ class Loop:
 
     def _train(self, begin: Path | None, initial: TrainerState) -> None:
         """Run all steps. `_latest` is the state after the last one."""
+        self.callbacks.start(int(begin.name) if begin else 0, self.config.steps)
         if self.context.sampler is not None and begin is None:
             self.context.sampler.start()  # it loads the model while this process starts
         state = self._resume(begin, initial) if begin else self._start(initial)
@@ -193,8 +203,9 @@ class Loop:
         # One entry, because `learn` returns what all ranks have computed, and the leader has all completions.
         found = step_metrics(context.objective, collected, learned, self.config.rollout.sampling)
         if collected.weights is not None:
-            spans = bool(self.config.rollout.span_tokens)
-            found |= lag_metrics(collected, learned, step=state.step, updates=state.updates, spans=spans)
+            found |= lag_metrics(
+                collected, learned, step=state.step, updates=state.updates, settings=self.config.rollout
+            )
         metrics = combined([found])
         tokens = state.tokens + collected.tokens
         # The weights have changed, so this is the state to save from here on, even if the evaluation is interrupted or
@@ -215,6 +226,7 @@ class Loop:
         with context.ranks.together("exchange_usage"):
             usage = exchange_usage(context.ranks, context.policy.device)
         self._write_rollouts(step, context, collected, learned)
+        self.sinks.completions(step, collected.rollouts.groups)
         self._check_updates(state, context, collected, learned)
         self._report_clip_limit(step, state.clip_scale, learned_state.clip_scale)
         self._keep_micro_batch_size(step, learned)
@@ -256,7 +268,17 @@ class Loop:
         state = self._set_state(replace(state, pending=None, offsets=self.run_dir.offsets()))
         self._check_alarms(state, metrics)
         self._check_held_out(state, metrics)
+        self._call_back(state, metrics, evaluated=bool(evaluation))
         return state
+
+    def _call_back(self, state: TrainerState, metrics: Mapping[str, Any], *, evaluated: bool) -> None:
+        """Tell the user's callbacks about a recorded step. If one of them fails, the step is saved before the run ends
+        with its error."""
+        try:
+            self.callbacks.recorded(state.step, self.planned_steps(state), metrics, evaluated=evaluated)
+        except BaseException:
+            self.saver.save(state, required=False)
+            raise
 
     def _check_alarms(self, state: TrainerState, metrics: Mapping[str, Any]) -> None:
         """Report new alarms, and stop or roll back for one that is to."""

@@ -1,4 +1,6 @@
-"""Stop requests. The first signal ends the current phase and saves a checkpoint, the second exits immediately.
+"""Stop requests: by a signal, or by a callback of the user.
+
+The first signal ends the current phase and saves a checkpoint, the second exits immediately.
 
 In: SIGINT, SIGTERM, or SIGUSR1, which job schedulers send before they preempt a job. Out: a flag, and `Interrupted` in
 phases that may be abandoned halfway. Invariant: a phase that changes weights always finishes. A thread may end such a
@@ -64,6 +66,8 @@ class StopRequest:
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self.signal: int | None = None
+        self.reason: str | None = None
+        """Why a callback has asked for a stop; None if none has."""
         self._announce = announce
         self._before: dict[int, Any] = {}
 
@@ -79,8 +83,12 @@ class StopRequest:
             _phase.interruptible = False
             _phase.pending = None
 
+    def request(self, reason: str) -> None:
+        """Stop after the current step, without a signal."""
+        self.reason = self.reason or reason
+
     def __bool__(self) -> bool:
-        return self.signal is not None
+        return self.signal is not None or self.reason is not None
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():

@@ -24,7 +24,7 @@ from gspo.rollout.engine import DecodeStats
 from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, with_unique_ids
 from gspo.rollout.in_flight import Entry, InFlight, OpenBatch, Ticket
 from gspo.rollout.sampling_process import SamplingProcess
-from gspo.rollout.spans import Schedule, after, due, extended, extensions, opened
+from gspo.rollout.spans import Schedule, after, due, extended, extensions, kept, opened
 from gspo.types import Group, Prompt
 
 
@@ -50,7 +50,10 @@ class InTurns(Ahead):
     ) -> None:
         rollout = context.config.rollout
         self._schedule = Schedule(
-            max_lag=rollout.max_lag, span_tokens=rollout.span_tokens, max_tokens=rollout.max_tokens
+            max_lag=rollout.max_lag,
+            span_tokens=rollout.span_tokens,
+            max_tokens=rollout.max_tokens,
+            drop=rollout.over_lag == "drop",
         )
         self._open: dict[int, OpenBatch] = {}
         """The batches that some turns have sampled, by step."""
@@ -162,11 +165,19 @@ class InTurns(Ahead):
         for request in gatherer:
             taken = context.order.take(request.cursor, request.count)
             prompts = self._prompts(request.cursor, request.count)
+            split = [kept(prompt, group) for prompt, group in zip(prompts, batch.completions, strict=True)]
+            pairs = [(prompt, over) for prompt, (over, _) in zip(prompts, split, strict=True) if over]
             with clock.measure("reward"):
-                scores = context.rewards.score(list(zip(prompts, batch.completions, strict=True)))
-            scored = zip(prompts, batch.completions, scores, strict=True)
-            gatherer.add([Group(prompt=p, completions=c, scores=s) for p, c, s in scored], taken)
-        return gatherer.result(ticket.version, DecodeStats(), decoded)
+                scores = context.rewards.score(pairs)
+            scored = zip(pairs, scores, strict=True)
+            gatherer.add([Group(prompt=p, completions=c, scores=s) for (p, c), s in scored], taken)
+        result = gatherer.result(ticket.version, DecodeStats(), decoded)
+        # The metrics of dropped completions count prompts without any; they are not missing for another reason.
+        return replace(
+            result,
+            wanted=result.wanted and result.wanted - (len(split) - len(pairs)),
+            dropped=tuple(dropped for _, group in split for dropped in group),
+        )
 
     def _commit(
         self,

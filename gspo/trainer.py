@@ -8,16 +8,21 @@ function of the config. So a resumed run writes a byte-identical `metrics.jsonl`
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gspo import trust
 from gspo.activity import activity
 from gspo.build import build_run, run_objective, with_dtype
+from gspo.callbacks import Callback, Callbacks
 from gspo.config import (
     Config,
     anchored,
@@ -27,6 +32,7 @@ from gspo.config import (
     flat,
     override,
     to_toml,
+    with_settings,
 )
 from gspo.data.sources import check_file
 from gspo.errors import ConfigError, DiskError, GspoError, MemoryLimitError
@@ -70,7 +76,9 @@ class Outcome:
     ended_early: bool
     """Whether early stopping (`eval.patience`) ended it."""
     stopped_by: int | None
-    """The signal that stopped it early; None if it finished."""
+    """The signal that stopped it early; None if it finished, or if a callback stopped it."""
+    stop_reason: str | None
+    """Why a callback stopped it early; None if it finished, or if a signal stopped it."""
     before: Estimate | None
     """Held-out accuracy at step 0, if this process measured it or the run directory has it."""
     after: Estimate | None
@@ -99,7 +107,7 @@ def check_recipe(config: Config) -> Objective:
     return run_objective(config)
 
 
-def train(config: Config, display: Display, ranks: Ranks = ONE) -> Outcome:
+def train(config: Config, display: Display, ranks: Ranks = ONE, callbacks: Sequence[Callback] = ()) -> Outcome:
     """Start a new run. Of several ranks, this is what the leader does."""
     check_single_process(ranks)
     objective = check_recipe(config)
@@ -107,7 +115,7 @@ def train(config: Config, display: Display, ranks: Ranks = ONE) -> Outcome:
     run = RunDir.create(config)
     try:
         trust.remember(run.path, [*trust.all_code(config, [config.model.path]), *trust.objective_code(config)])
-        return _run(run, config, objective, display, begin=None, ranks=ranks)
+        return _run(run, config, objective, display, begin=None, ranks=ranks, callbacks=callbacks)
     finally:
         run.discard_if_empty()
 
@@ -118,17 +126,19 @@ def resume(
     *,
     steps: int | None = None,
     overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
     trust_run: bool = False,
     ranks: Ranks = ONE,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Resume a run from its newest intact checkpoint.
 
-    `steps` changes where it ends. `overrides` are settings that may change during a run. `trust_run` also allows code
-    that only the run directory names."""
+    `steps` changes where it ends. `overrides` are settings that may change during a run, as text, and `settings` others
+    by dotted key. `trust_run` also allows code that only the run directory names."""
     check_single_process(ranks)
     run, config = RunDir.open(path)
     try:
-        config = _with_overrides(config, overrides)
+        config = _with_overrides(config, overrides, settings or {})
         begin = _where_to_resume(run, display)
         # Before any code that the run directory names is loaded. Whether there is a reference is known only to the
         # objective, so its model comes second.
@@ -143,14 +153,17 @@ def resume(
         if steps is not None and steps != config.steps:
             config = _with_new_end(config, steps, display)
         check(config)
-        return _run(run, config, run_objective(config), display, begin=begin, ranks=ranks)
+        return _run(run, config, run_objective(config), display, begin=begin, ranks=ranks, callbacks=callbacks)
     finally:
         run.close()
 
 
-def _with_overrides(config: Config, overrides: Sequence[str]) -> Config:
+def _with_overrides(config: Config, overrides: Sequence[str], settings: Mapping[str, Any]) -> Config:
     """The run's settings with the overrides applied. Only settings that may change during a run are accepted."""
     new = override(tomllib.loads(to_toml(config)), overrides, where="command line")
+    if settings:
+        tree = tomllib.loads(to_toml(new))
+        new = with_settings(tree, list(settings.items()), where="config.toml", given_where="resume")
     refused = [k for k in differing([flat(config), flat(new)]) if not may_change(k) or k in OWN_OPTION]
     if refused:
         tunable = ", ".join(f"learner.{name}" for name in TUNABLE)
@@ -220,7 +233,14 @@ def _with_new_end(config: Config, steps: int, display: Display) -> Config:
 
 
 def _run(
-    run: RunDir, config: Config, objective: Objective, display: Display, *, begin: Path | None, ranks: Ranks
+    run: RunDir,
+    config: Config,
+    objective: Objective,
+    display: Display,
+    *,
+    begin: Path | None,
+    ranks: Ranks,
+    callbacks: Sequence[Callback],
 ) -> Outcome:
     started = time.monotonic()
     with ExitStack() as stack:
@@ -234,18 +254,24 @@ def _run(
             run=run.path,
             settings=dataclasses.asdict(config),
             complain=display.message,
+            log=config.log,
         )
         stack.callback(sinks.close)
         stack.enter_context(_errors_as_events(run, config, display))
         context = build_run(config, objective, run=run.path, checkpoint=begin, stack=stack, ranks=ranks)
         if begin is None:
             run.describe(config, resolved(objective))
-        loop = Loop(run_dir=run, context=context, display=display, sinks=sinks, stop=stop)
+        listeners = Callbacks(callbacks, run=run.path, config=config, policy=context.policy, stop=stop)
+        loop = Loop(run_dir=run, context=context, display=display, sinks=sinks, stop=stop, callbacks=listeners)
         state = loop.run_from(begin)
         picture = _picture(run, display) if state.step and not stop else None
+        if config.log.report and sinks and state.step:
+            _send_report(run, sinks, display)
         before, after, greedy, evaluated_at = held_out_accuracy(run.path)
         held_out_reward = held_out_rewards(run.path)
-        run.event("stop", step=state.step, signal=stop.signal)
+        early = None if loop.is_finished(state) else stop.reason
+        run.event("stop", step=state.step, signal=stop.signal, **({"reason": early} if early else {}))
+        listeners.end(state.step)
     return Outcome(
         run=run.path,
         step=state.step,
@@ -255,6 +281,7 @@ def _run(
         rollbacks=state.rollbacks,
         ended_early=loop.held_out.end_run,
         stopped_by=None if loop.is_finished(state) else stop.signal,
+        stop_reason=early if stop.signal is None else None,
         before=before,
         after=after,
         greedy=greedy,
@@ -276,6 +303,19 @@ def _picture(run: RunDir, display: Display) -> Path | None:
     except DiskError as error:
         display.message(f"warning: {error}")
         return None
+
+
+def _send_report(run: RunDir, sinks: Sinks, display: Display) -> None:
+    """Write the report of the run as it is now, and send it to the sinks. A run without it has still finished."""
+    with activity("writing the report"), tempfile.TemporaryDirectory(prefix="gspo-report-") as folder:
+        file = Path(folder) / f"{run.path.name}.html"
+        # What reads run directories is not part of the trainer, so it runs as a command.
+        command = [sys.executable, "-m", "gspo", "report", str(run.path), "-o", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode or not file.is_file():
+            display.message(f"warning: log.report: the report could not be written: {done.stderr.strip()[-500:]}")
+            return
+        sinks.report(file)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ ERRORS: list[tuple[str, tuple[str, ...], str]] = [
     (GOOD, ("--learner=3",), "learner is a section"),
     (GOOD, ("--steps",), "is not an override; write --section.key=value"),
     (GOOD, ("--steps.x=1",), "steps"),
-    (GOOD, ("--log.sinks=disk",), "log.sinks must be one of 'tensorboard', 'wandb', 'trackio', not 'disk'"),
+    (GOOD, ("--log.sinks=disk",), "log.sinks must be one of 'tensorboard', 'wandb', 'trackio', 'mlflow', not 'disk'"),
     (GOOD, ("--data.path=x.jsonl",), "exactly one of data.path, data.hub, data.task"),
     (GOOD, ("--model.path=x",), "either model.path"),
     (GOOD, ("--reward.functions=a.py:b", "--reward.weights=1,2"), "2 weights for 1 functions"),

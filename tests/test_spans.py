@@ -12,6 +12,7 @@ import orjson
 import pytest
 from ends import run_of, same_end
 from sampling_stand_in import stand_in
+from simulated_vllm import SimulatedVllm
 from test_asynchronous import Silent, StopAfter
 from tiny_runs import tiny_config
 
@@ -25,6 +26,7 @@ from gspo.rollout.in_flight import Ticket
 from gspo.rollout.spans import Schedule
 from gspo.trainer import resume, train
 from gspo.view.replay.replay import Request, compute
+from gspo.view.run_reader import RunReader
 
 LAG = 3
 STEPS = 6
@@ -44,13 +46,14 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_every_token_is_sampled_from_the_weights_that_the_schedule_names(golden: Path) -> None:
+def check_schedule(run: Path) -> None:
+    """Every token is sampled from the weights that the schedule names."""
     # Three turns: 4 tokens with the weights of step t - 4, 4 with those of t - 3, the last 2 with those of t - 2.
     for step in range(1, STEPS + 1):
         # The first batches have fewer turns, because there are no older weights.
         expected = sorted({max(0, step - 4), max(0, step - 3), max(0, step - 2)})
         lengths = set()
-        for record in read_jsonl(golden / f"rollouts/{step:06d}.jsonl"):
+        for record in read_jsonl(run / f"rollouts/{step:06d}.jsonl"):
             count = len(record["token_ids"])
             lengths.add(count)
             spans: dict[int, int] = {}
@@ -61,6 +64,10 @@ def test_every_token_is_sampled_from_the_weights_that_the_schedule_names(golden:
             assert found == [[version, first] for version, first in spans.items()]
             assert record["stop"] in ("eos", "length")
         assert max(lengths) == 10
+
+
+def test_every_token_is_sampled_from_the_weights_that_the_schedule_names(golden: Path) -> None:
+    check_schedule(golden)
     rows = {row["step"]: row for row in read_jsonl(golden / "metrics.jsonl")}
     assert [rows[step]["lag/steps"] for step in range(1, STEPS + 1)] == [0, 1, 2, 3, 3, 3]
     assert rows[6]["lag/token_updates"] < rows[6]["lag/updates"] == 6
@@ -86,7 +93,27 @@ def test_the_ledger_has_every_cut(golden: Path) -> None:
 def test_metrics_of_spans_and_their_definitions_match(golden: Path, file: str, definitions: tuple[Metric, ...]) -> None:
     found = {key for row in read_jsonl(golden / file) for key in row if key.startswith("lag/")}
     found = {re.sub(r"/\d+/", "/NAME/", key) for key in found}
-    assert found == {m.key for m in definitions if m.key.startswith("lag/")}
+    assert found == {m.key for m in definitions if m.key.startswith("lag/") and "over_lag" not in m.present}
+
+
+def test_the_timeline_has_the_turns(golden: Path) -> None:
+    reader = RunReader(golden)
+    reader.refresh()
+    rows = reader.curves(100)["timeline"]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [[weights for weights, *_ in row["turns"]] for row in rows] == [
+        [0],
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [1, 2, 3],
+        [2, 3, 4],
+    ]
+    for row in rows:
+        times = [time for _, *turn in row["turns"] for time in turn]
+        assert times == sorted(times)
+        assert row["sample_start"] <= times[0]
+        assert times[-1] == row["sample_end"]
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -179,6 +206,16 @@ def test_the_engine_scripted_continues_completions(
     assert found == ((0, 0), (2, 4), (4, 8))
 
 
+def test_vllm_continues_completions(tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo.rollout.vllm.in_process.InProcessHost", lambda model, **options: SimulatedVllm(model))
+    monkeypatch.setattr("gspo.rollout.vllm.connect.check", lambda options: None)
+    monkeypatch.setattr("gspo.rollout.vllm.in_process.settings_for", lambda model, **options: {})
+    stand_in(monkeypatch)
+    config = tiny(*SETTING, "rollout.engine=vllm", "eval.every=0")
+    train(config, display)
+    check_schedule(run_of(config))
+
+
 @pytest.mark.parametrize(
     ("max_lag", "span", "turns", "of_step_9"),
     [(2, 4, 2, (6, 7)), (3, 4, 3, (5, 7)), (4, 5, 2, (4, 5)), (5, 9, 2, (3, 4))],
@@ -201,6 +238,7 @@ def test_a_batch_has_as_many_turns_as_its_longest_completion_needs(
         (("rollout.span_tokens=10",), "not less than rollout.max_tokens"),
         (("data.sampling=difficulty",), "chooses problems by the batch before"),
         (("rollout.max_lag=0",), "has no effect"),
+        (("rollout.over_lag=drop",), "3 turns of 4 tokens are enough for rollout.max_tokens = 10"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -213,6 +251,54 @@ def test_settings_that_cannot_work_are_refused(
 def test_refills_are_refused(tiny: Callable[..., Config], display: Any) -> None:
     with pytest.raises(ConfigError, match=r"rollout.refill_budget: with rollout.span_tokens"):
         train(tiny(*SETTING, "objective.keep=mixed"), display)
+
+
+DROP = ("rollout.over_lag=drop", "rollout.span_tokens=3", "rollout.max_lag=2")
+
+
+def test_completions_that_are_too_long_are_dropped(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch)
+    config = tiny(*SETTING, *DROP)
+    train(config, display)
+    waits = tiny(*SETTING, *DROP, "rollout.over_lag=wait", "steps=1", run_dir="waits")
+    train(waits, display)
+    run = run_of(config)
+
+    def completions(run: Path, step: int) -> dict[tuple[str, int], list[int]]:
+        records = read_jsonl(run / f"rollouts/{step:06d}.jsonl")
+        return {(r["prompt_id"], r["sample"]): r["token_ids"] for r in records}
+
+    every = completions(run_of(waits), 1)
+    assert completions(run, 1) == {key: ids for key, ids in every.items() if len(ids) <= 6}
+    dropped = {line["batch"]: line for line in read_jsonl(run / "ledger.jsonl") if line["state"] == "dropped"}
+    assert {(prompt, sample) for prompt, sample, _ in dropped[1]["completions"]} == {
+        key for key, ids in every.items() if len(ids) > 6
+    }
+    rows = {row["step"]: row for row in read_jsonl(run / "metrics.jsonl")}
+    total = 0
+    ledger = read_ledger(run)
+    for step in range(1, STEPS + 1):
+        found = dropped[step]["completions"]
+        assert {tokens for *_, tokens in found} == {6}
+        left = completions(run, step)
+        assert len(left) + len(found) == 16
+        assert rows[step]["lag/dropped"] == len(found)
+        assert rows[step]["lag/dropped_fraction"] == pytest.approx(len(found) / 16)
+        assert rows[step]["lag/dropped_tokens"] == 6 * len(found)
+        lost = {prompt for prompt, *_ in found} - {prompt for prompt, _ in left}
+        assert rows[step]["lag/dropped_prompts"] == len(lost)
+        # Dropped or not, a prompt has had its turn: the order continues after it.
+        assert len(ledger[step - 1].prompts or ()) == 4
+        total += sum(map(len, left.values())) + 6 * len(found)
+    assert rows[STEPS]["tokens/sampled"] == total
+    cut = tmp_path / "cut"
+    shutil.copytree(run, cut)
+    for later in checkpoint.saved(cut / "checkpoints")[3:]:
+        shutil.rmtree(later)
+    resume(cut, display, trust_run=True)
+    same_end(run, cut)
 
 
 @pytest.mark.slow

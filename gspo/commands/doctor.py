@@ -13,6 +13,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("recipe", help="a .toml recipe, or the name of a built-in recipe")
     add("--quick", action="store_true", help="check files and settings only, without loading weights")
     add("--prompts", type=positive, help="groups of completions to sample (default: up to 16, as time allows)")
+    add(
+        "--suite",
+        metavar="NAME[=FILE]",
+        action="append",
+        default=[],
+        help="check whether the training problems contain those of a published benchmark, from a file or the hub; "
+        "may be repeated (docs/evaluation.md)",
+    )
     add("--json", action="store_true", help="print the findings as JSON")
     add_run_options(parser)
 
@@ -22,7 +30,14 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     from gspo.preflight.report import doctor
 
     overrides = given_settings(options) + overrides
-    return doctor(options.recipe, overrides, quick=options.quick, as_json=options.json, prompts=options.prompts)
+    return doctor(
+        options.recipe,
+        overrides,
+        quick=options.quick,
+        as_json=options.json,
+        prompts=options.prompts,
+        suites=options.suite,
+    )
 
 
 COMMAND = Command(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from gspo.record import run_format
 from gspo.record.progress import life_signs
 from gspo.record.run_dir import replace_text, writing
 from gspo.redact import known_secrets, redacted
+from gspo.suites import suite_names
 from gspo.types import Prompt
 
 # At run time torch is imported only once a command needs it: `gspo --help` and `gspo watch` start without it.
@@ -42,6 +44,12 @@ FRESH = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="model directory, hub name, .gguf file, or a run directory (its newest checkpoint)")
+    add(
+        "--suite",
+        metavar="NAME[=FILE]",
+        help=f"evaluate on a published benchmark with its protocol: {', '.join(suite_names())}; problems come from "
+        "FILE, or from the hub (docs/evaluation.md)",
+    )
     add("--data", help="problems to evaluate on: a data file, or the name of a generated task")
     add(
         "--recipe",
@@ -51,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add("--set", metavar="NAME", help="evaluate on this set of the run's or recipe's eval.sets")
     add_trust_run(parser)
-    add("--k", default="1", help="values of k for pass@k and avg@k, separated by commas, for example 1,8 (default: 1)")
+    add("--k", help="values of k for pass@k and avg@k, separated by commas, for example 1,8 (default: 1)")
     add("--samples", type=int, help="completions per problem (default: the largest k)")
     add("--limit", type=int, help="use at most this many problems")
     add("--greedy", action="store_true", help="also measure greedy accuracy")
@@ -64,11 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.harness:
-        names = ("data", "recipe", "set", "samples", "completions", "old_completions")
-        return run_harness(options, overrides, unused=dict.fromkeys(names) | {"k": "1", "greedy": False, "seed": 0})
+        names = ("suite", "data", "recipe", "set", "k", "samples", "completions", "old_completions")
+        return run_harness(options, overrides, unused=dict.fromkeys(names) | {"greedy": False, "seed": 0})
     check_no_harness(options)
     quiet_libraries()
-    ks = _ks(options.k)
+    if options.suite is not None:
+        return _evaluate_suite(options, overrides)
+    ks = _ks(options.k or "1")
     return evaluate_model(
         options.model,
         checkpoint=options.checkpoint,
@@ -85,6 +95,52 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         overrides=overrides,
         trust_run=options.trust_run,
     )
+
+
+def _evaluate_suite(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Evaluate on a suite: print the result, and write the files that were asked for."""
+    from gspo.suites.evaluate import check_overrides, evaluate_on_suite, suite_settings
+    from gspo.suites.suite import SuiteSource
+
+    for option in ("data", "set", "k", "greedy"):
+        if getattr(options, option):
+            raise ConfigError(
+                f"--{option}: has no effect with --suite, whose protocol decides it; leave one of them out"
+            )
+    completions_path = _completions_path(options)
+    _check_paths(options.json, completions_path)
+    for option in ("samples", "limit"):
+        if (value := getattr(options, option)) is not None and value < 1:
+            raise ConfigError(f"--{option}: must be at least 1, not {value}")
+    check_overrides(overrides)
+    source = SuiteSource.parse(options.suite)
+    tree, _, recipe = _model_settings(options.model, options.checkpoint, options.recipe, required=False)
+    tree = suite_settings(tree, source) | {"seed": options.seed}
+    config = settings.override(tree, overrides, where=recipe or "eval", report_old_names=options.recipe is not None)
+    settings.check(config)
+    _check_trust(options.model, config, options.recipe, options.trust_run)
+    with life_signs():
+        result = evaluate_on_suite(config, source, samples=options.samples, limit=options.limit, seed=options.seed)
+    print("\n".join(result.lines()))
+    if options.json:
+        replace_text(Path(options.json), json.dumps(_finite(result.as_data()), indent=2) + "\n")
+    if completions_path:
+        _write_completions(Path(completions_path), result.evaluation)
+    return 0
+
+
+def _check_paths(json_path: str | None, completions_path: str | None) -> None:
+    """Now, because sampling may take hours, and its result would be lost if the directory does not exist."""
+    for option, path in (("--json", json_path), ("--completions", completions_path)):
+        if path and not Path(path).parent.is_dir():
+            raise ConfigError(f"{option}: {Path(path).parent}: no such directory")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _completions_path(options: argparse.Namespace) -> str | None:
@@ -136,10 +192,7 @@ def evaluate_model(
         )
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit: must be at least 1, not {limit}")
-    # Now, because sampling may take hours, and its result would be lost if the directory does not exist.
-    for option, path in (("--json", json_path), ("--completions", completions_path)):
-        if path and not Path(path).parent.is_dir():
-            raise ConfigError(f"{option}: {Path(path).parent}: no such directory")
+    _check_paths(json_path, completions_path)
     if data and set_name:
         raise ConfigError("--set: names problems, and so does --data; leave one of them out")
     config = _eval_config(model, checkpoint, data, recipe, seed, overrides)
@@ -170,30 +223,12 @@ def _eval_config(
     model: str, checkpoint: str, data: str | None, recipe: str | None, seed: int, overrides: Sequence[str]
 ) -> Config:
     """The settings of the recipe, or of the run that the model comes from, with this model and data."""
-    from gspo.model.adapter import base_of
-
-    run = Path(model)
     given = recipe is not None
-    if (of_run := checkpoint_of(run, checkpoint)) is not None:
-        # Refuses a run directory of a later format before its settings are misread.
-        run_format.read(run)
-        recipe = recipe or str(run / "config.toml")
-        model = str(of_run)
-    if not recipe and not data and not run.exists():
+    if not recipe and not data and not Path(model).exists():
         raise ConfigError(
-            f"{model}: no such run or model here; give a run directory, or a model with --data or --recipe"
+            f"{model}: no such run or model here; give a run directory, or a model with --data, --suite or --recipe"
         )
-    if not recipe and not data:
-        raise ConfigError(
-            "eval: no problems; give --data FILE, --data TASK, or --recipe RECIPE for its held-out problems"
-        )
-    tree: dict[str, Any] = settings.read_toml(settings.find_recipe(recipe)) if recipe else {}
-    dropped = {"build", "build_options", "path"}
-    if base_of(model) is None:
-        dropped |= {"lora", "quantize"}  # a full model has no adapters, even if the recipe trains some
-    tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in dropped} | {"path": model}
-    # The model was already trained by the cold start of its run; a second one would change what is evaluated.
-    tree["cold_start"] = {}
+    tree, model, recipe = _model_settings(model, checkpoint, recipe, required=not data)
     if data:
         _replace_data(tree, data)
         # Problems that are not evaluated need not be read.
@@ -206,6 +241,34 @@ def _eval_config(
         config = _without_unused_options(config, tree)
     settings.check(config)
     return config
+
+
+def _model_settings(
+    model: str, checkpoint: str, recipe: str | None, *, required: bool
+) -> tuple[dict[str, Any], str, str | None]:
+    """The settings of the recipe, or of the run that the model comes from, with the path of the model in them; that
+    path; and the recipe."""
+    from gspo.model.adapter import base_of
+
+    run = Path(model)
+    if (of_run := checkpoint_of(run, checkpoint)) is not None:
+        # Refuses a run directory of a later format before its settings are misread.
+        run_format.read(run)
+        recipe = recipe or str(run / "config.toml")
+        model = str(of_run)
+    if not recipe and required:
+        raise ConfigError(
+            "eval: no problems; give --suite NAME, --data FILE, --data TASK, or --recipe RECIPE for its held-out "
+            "problems"
+        )
+    tree: dict[str, Any] = settings.read_toml(settings.find_recipe(recipe)) if recipe else {}
+    dropped = {"build", "build_options", "path"}
+    if base_of(model) is None:
+        dropped |= {"lora", "quantize"}  # a full model has no adapters, even if the recipe trains some
+    tree["model"] = {k: v for k, v in tree.get("model", {}).items() if k not in dropped} | {"path": model}
+    # The model was already trained by the cold start of its run; a second one would change what is evaluated.
+    tree["cold_start"] = {}
+    return tree, model, recipe
 
 
 def _without_unused_options(config: Config, tree: Mapping[str, Any]) -> Config:

@@ -11,7 +11,18 @@ from gspo.config.checks import (
     check_without_problems,
     problem_sections,
 )
-from gspo.config.load import anchored, find_recipe, from_flat, from_tree, load, override, read_toml, recipe_dir
+from gspo.config.load import (
+    anchored,
+    find_recipe,
+    from_flat,
+    from_tree,
+    load,
+    override,
+    read_toml,
+    recipe_dir,
+    type_of,
+    with_settings,
+)
 from gspo.config.schema import (
     TINY_MODELS,
     AlarmsConfig,
@@ -36,8 +47,9 @@ from gspo.config.schema import (
     SourceConfig,
     field_docs,
     help_texts,
+    named_section,
 )
-from gspo.config.toml import differing, flat, flatten, get, to_toml
+from gspo.config.toml import differing, flat, flatten, get, to_toml, toml_value
 
 __all__ = [
     "TINY_MODELS",
@@ -76,9 +88,13 @@ __all__ = [
     "get",
     "help_texts",
     "load",
+    "named_section",
     "override",
     "problem_sections",
     "read_toml",
     "recipe_dir",
     "to_toml",
+    "toml_value",
+    "type_of",
+    "with_settings",
 ]

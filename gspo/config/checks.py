@@ -12,7 +12,17 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gspo.config.schema import TINY_MODELS, Config, NotWith, OnlyWith, ProblemsConfig, Range, markers, sections
+from gspo.config.schema import (
+    TINY_MODELS,
+    Config,
+    LogConfig,
+    NotWith,
+    OnlyWith,
+    ProblemsConfig,
+    Range,
+    markers,
+    sections,
+)
 from gspo.config.toml import flat, get
 from gspo.errors import ConfigError
 from gspo.redact import holds_secret
@@ -31,6 +41,7 @@ def check(config: Config) -> None:
     _check_rewards(config)
     _check_environment(config)
     _check_controls(config)
+    _check_sinks(config)
 
 
 def check_without_problems(config: Config) -> None:
@@ -115,6 +126,11 @@ def _check_spans(config: Config) -> None:
         raise ConfigError(
             f"rollout.span_tokens: {rollout.span_tokens} is not less than rollout.max_tokens = {rollout.max_tokens}, "
             "so no completion would be cut; lower it, or set it to 0"
+        )
+    if rollout.over_lag == "drop" and rollout.span_tokens * rollout.max_lag >= rollout.max_tokens:
+        raise ConfigError(
+            f'rollout.over_lag: "drop" has no effect: {rollout.max_lag} turns of {rollout.span_tokens} tokens are '
+            f'enough for rollout.max_tokens = {rollout.max_tokens}; set it to "wait", or lower rollout.span_tokens'
         )
     if config.data.sampling == "difficulty":
         raise ConfigError(
@@ -292,6 +308,18 @@ def _check_secrets(config: Config) -> None:
             raise ConfigError(
                 f"{key}: holds what looks like a key, a token or a password, and settings are written into the run "
                 "directory; put it into an environment variable and read it from there"
+            )
+
+
+def _check_sinks(config: Config) -> None:
+    log, default = config.log, LogConfig()
+    trackers = {"wandb", "trackio", "mlflow"}
+    takers = {"project": trackers, "entity": {"wandb"}, "group": trackers, "tags": trackers, "report": trackers}
+    for name, able in takers.items():
+        if log.sinks and getattr(log, name) != getattr(default, name) and able.isdisjoint(log.sinks):
+            raise ConfigError(
+                f"log.{name}: has no effect with log.sinks = {list(log.sinks)}; add {' or '.join(sorted(able))}, or "
+                "leave it out"
             )
 
 

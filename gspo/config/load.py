@@ -48,13 +48,25 @@ def override(tree: Mapping[str, Any], overrides: Sequence[str], *, where: str, r
     """Build a `Config` from tables and overrides. An error says which of the two caused it.
 
     Old names of settings are reported, unless the tables are those of a run, which nobody is going to edit."""
+    pairs = _override_pairs(overrides)
+    return with_settings(tree, pairs, where=where, given_where="command line", report_old_names=report_old_names)
+
+
+def with_settings(
+    tree: Mapping[str, Any],
+    pairs: Sequence[tuple[str, Any]],
+    *,
+    where: str,
+    given_where: str,
+    report_old_names: bool = True,
+) -> Config:
+    """Build a `Config` from tables and (dotted key, value) pairs that take precedence over them."""
     tree, renamed = aliases.tables(tree, where=where)
     if report_old_names:
         _report_old_names(renamed, where)
     config = from_tree(tree, where=where)
-    if not overrides:
+    if not pairs:
         return config
-    pairs = _override_pairs(overrides)
     given = dict(pairs)
     if given.get("objective.name", config.objective.name) != config.objective.name:
         # Objectives have different settings: those of the recipe's objective do not carry over to another one.
@@ -64,8 +76,8 @@ def override(tree: Mapping[str, Any], overrides: Sequence[str], *, where: str, r
         for name in ("min_gain",) if config.checkpoint.keep_best else ("min_gain", "metric"):
             tree["eval"].pop(name, None)
     for key, value in pairs:
-        _set(tree, key, value)
-    return from_tree(tree, where="command line")
+        _set(tree, key, value, where=given_where)
+    return from_tree(tree, where=given_where)
 
 
 def _override_pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
@@ -74,7 +86,7 @@ def _override_pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     given = [(key, _parse(raw, aliases.setting(key))) for key, raw in split]
     tree: dict[str, Any] = {}
     for key, value in given:
-        _set(tree, key, value)
+        _set(tree, key, value, where="command line")
     _report_old_names(aliases.tables(tree, where="command line")[1], "command line")
     return [(aliases.setting(key), value) for key, value in given]
 
@@ -217,7 +229,7 @@ def from_flat(values: Mapping[str, Any], *, where: str) -> Config:
     """Build a `Config` from settings by dotted key, as `flat` returns them. Missing ones get their defaults."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        _set(tree, key, value)
+        _set(tree, key, value, where=where)
     return from_tree(tree, where=where)
 
 
@@ -313,7 +325,7 @@ def _split_override(text: str) -> tuple[str, str]:
 
 
 def _parse(raw: str, key: str) -> Any:
-    hint = _hint_of(key)
+    hint = type_of(key)
     # Text is taken as it is: `--model.path=1e3` names a directory, not a number.
     if hint is str or typing.get_origin(hint) is Literal:
         return raw
@@ -327,7 +339,8 @@ def _parse(raw: str, key: str) -> Any:
     return [part.strip() for part in raw.split(",")] if is_list else raw
 
 
-def _hint_of(key: str) -> Any:
+def type_of(key: str) -> Any:
+    """The type of a setting by its dotted key: a dataclass for a section; None if it is unknown."""
     cls: Any = Config
     for part in key.split("."):
         if item := named_section(cls):
@@ -339,11 +352,11 @@ def _hint_of(key: str) -> Any:
     return cls
 
 
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+def _set(tree: dict[str, Any], key: str, value: Any, *, where: str) -> None:
     *parents, last = key.split(".")
     for part in parents:
         child = tree.setdefault(part, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"command line: {key}: {part} is not a section")
+            raise ConfigError(f"{where}: {key}: {part} is not a section")
         tree = child
     tree[last] = value

@@ -69,7 +69,7 @@ PolicyAlarm = Literal[
 AlarmName = Literal[PolicyAlarm, "engine mismatch", "rounding noise"]
 # Only alarms about the policy: other weights change neither the engine nor the precision.
 RollbackName = Literal[PolicyAlarm, "skipped updates"]
-Sink = Literal["tensorboard", "wandb", "trackio"]
+Sink = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 TINY_MODELS = ("tiny_dense", "tiny_moe")
 """Small models that `model.build` knows by name."""
 
@@ -271,6 +271,10 @@ class RolloutConfig:
     at most this many tokens in each turn but the last, and is continued by the newer weights. So long completions share
     their turns with the next batches, and their later tokens are younger. The length of a turn is counted in tokens,
     so results do not depend on timing (docs/asynchronous.md). `0` samples every batch from a single version."""
+    over_lag: Annotated[Literal["wait", "drop"], OnlyWith("rollout.span_tokens")] = "wait"
+    """What happens to completions that are not over after the tokens of all turns. `wait` samples them to their end in
+    the last turn, and the learner waits for them. `drop` gives them up, so the last turn is as short as the others. The
+    batch is then biased to short completions, and to problems that have them (`lag/dropped_fraction`)."""
     sampler_device: Annotated[str, OnlyWith("rollout.max_lag")] = ""
     """Device of the sampling process, for example `cuda:1`. If empty, the learner's device (`model.device`), which then
     holds two copies of the weights."""
@@ -512,7 +516,20 @@ class LogConfig:
     rollouts: bool = True
     """Write every completion with its tokens and log-probs to `rollouts/`."""
     sinks: tuple[Sink, ...] = ()
-    """Also log metrics to `tensorboard`, `wandb` or `trackio`."""
+    """Also log metrics and settings to `tensorboard`, `wandb`, `trackio` or `mlflow`. A resumed run continues in the
+    same run there."""
+    project: Annotated[str, OnlyWith("log.sinks")] = "gspo"
+    """Project of `wandb` and `trackio`, and experiment of `mlflow`."""
+    entity: Annotated[str, OnlyWith("log.sinks")] = ""
+    """Team or user of `wandb`. If empty, your default one."""
+    group: Annotated[str, OnlyWith("log.sinks")] = ""
+    """Group of the run in `wandb` and `trackio`; a tag in `mlflow`."""
+    tags: Annotated[tuple[str, ...], OnlyWith("log.sinks")] = ()
+    """Tags of the run in `wandb` and `mlflow`; part of its settings in `trackio`."""
+    completions: Annotated[NonNegative, OnlyWith("log.sinks")] = 0
+    """Completions per step in the table of completions that sinks get. `0` sends none."""
+    report: Annotated[bool, OnlyWith("log.sinks")] = False
+    """Send the report of the run (`gspo report`) to `wandb`, `trackio` or `mlflow` as an artifact when it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,16 +63,17 @@ def _write_table(value: Any, path: tuple[str, ...], lines: list[str]) -> None:
     if path:
         lines += ["", f"[{'.'.join(path)}]"]
     plain = {k: v for k, v in items.items() if k not in named and (k,) not in sections}
-    lines += [f"{_toml_key(k)} = {_toml(v)}" for k, v in plain.items()]
+    lines += [f"{_toml_key(k)} = {toml_value(v)}" for k, v in plain.items()]
     for keys, section in sections.items():
         _write_table(section, (*path, *keys), lines)
 
 
 def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml(key)
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else toml_value(key)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
     # Before int, because a bool is an int.
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -80,9 +81,9 @@ def _toml(value: Any) -> str:
         # A JSON string is also a TOML basic string, except that TOML does not allow a raw DEL character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, int | float):
         # The shortest text that reads back as the same number.
         return repr(value)

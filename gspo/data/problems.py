@@ -23,6 +23,8 @@ from gspo.data.task import Problem, Task, build_task, same_text
 from gspo.errors import ConfigError, DataError
 from gspo.types import Messages, Prompt
 
+TEXT = "text: "
+"""What precedes the text of a problem among its identities."""
 _BAD_ROWS_SHOWN = 5
 _LONGEST_TOKEN = 1000
 """Characters. A prompt that could only fit with longer tokens than this is refused without tokenizing it."""
@@ -117,7 +119,7 @@ def identities(problem: Prompt | Problem) -> set[str]:
     """Two problems ask the same if they share one of these. Keys of different sources may never agree, so problems are
     compared by their texts, too."""
     content = problem.content if isinstance(problem, Prompt) else problem.prompt
-    return {problem.key, f"text: {_text_key(content)}"}
+    return {problem.key, f"{TEXT}{_text_key(content)}"}
 
 
 def _without_duplicates(problems: Problems, names: Sequence[str]) -> Problems:

@@ -6,6 +6,7 @@ build, and nothing outlives the `stack`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from gspo.objectives.objective import Objective
 from gspo.preflight.workload import Workload
 from gspo.reward.reward import RewardPool
 from gspo.rollout.engine import Engine
+from gspo.suites.suite import SuiteSource
 from gspo.types import Group
 
 PATIENCE_S = 20.0
@@ -49,6 +51,8 @@ class PreflightContext:
     config: Config
     prompts: int | None = None
     """Groups to sample; `None` samples as many as fit in a few seconds."""
+    suites: Sequence[SuiteSource] = ()
+    """Benchmarks whose problems the training data should not contain."""
     # Processes and engines are closed in reverse order, also if a check fails.
     stack: ExitStack = field(default_factory=ExitStack)
     objective: Objective | None = None

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gspo.config import ProblemsConfig
-from gspo.data.problems import Problems, load_problems
+from gspo.contamination import contaminated, texts_of
+from gspo.data.problems import Problems, identities, load_problems
 from gspo.errors import DataError
 from gspo.model.load import position_limit
 from gspo.preflight.context import PreflightContext
@@ -23,6 +24,9 @@ from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import pluralize
 from gspo.types import Prompt
 
+SHOWN = 5
+"""Contaminated problems that are shown."""
+EXCERPT = 80
 MANY = 0.05
 """Above this fraction, skipped rows are a warning."""
 
@@ -69,6 +73,29 @@ def check_data(context: PreflightContext) -> Iterator[Finding]:
     for name in config.data.sources:
         yield from _repeated(context, problems, name)
     yield from _held_out(context, problems)
+
+
+def check_contamination(context: PreflightContext) -> Iterator[Finding]:
+    """Whether the training problems contain those of the benchmarks that were named."""
+    assert context.problems is not None
+    training = texts_of(set().union(*map(identities, context.problems.train)))
+    for source in context.suites:
+        problems = source.problems()
+        found = contaminated([p.problem for p in problems], training)
+        of = f"{len(found)} of the {pluralize(len(problems), 'problem')} of {source.suite.title}"
+        numbers: dict[str, Any] = {"suite": source.name, "contaminated": len(found), "problems": len(problems)}
+        if not found:
+            yield ok(
+                f"The training data contains none of the {len(problems)} problems of {source.suite.title}.", **numbers
+            )
+            continue
+        shown = [f"{source.name}/{i}: {problems[i].problem[:EXCERPT]}" for i in found[:SHOWN]]
+        yield warning(
+            f"The training data contains {of}.",
+            f"Remove them from the training data. 'gspo eval --suite {source.name}' excludes them for its models.",
+            detail=[" ".join(line.split()) for line in shown],
+            **numbers,
+        )
 
 
 def _place(section: ProblemsConfig) -> str:

@@ -32,6 +32,7 @@ from gspo.preflight import (
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, warning
 from gspo.reward.function import RewardWarning, describe
+from gspo.suites.suite import SuiteSource
 
 Show = Callable[[Finding], None]
 
@@ -68,6 +69,7 @@ CHECKS = (
     Check(name="tokenizer", run=tokens.check_tokenizer),
     Check(name="model files", run=model.check_files, needs=("tokenizer",)),
     Check(name="data", run=data.check_data),
+    Check(name="contamination", run=data.check_contamination, needs=("problems",)),
     Check(name="environment", run=environment.check_environment, needs=("tokenizer", "problems")),
     Check(name="prompt lengths", run=data.check_lengths, needs=("tokenizer", "problems")),
     Check(name="chat template", run=tokens.check_template, needs=("tokenizer",)),
@@ -90,7 +92,15 @@ CHECKS = (
 )
 
 
-def examine(recipe: str, overrides: Sequence[str], *, quick: bool, prompts: int | None, show: Show) -> list[Finding]:
+def examine(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    quick: bool,
+    prompts: int | None,
+    suites: Sequence[SuiteSource] = (),
+    show: Show,
+) -> list[Finding]:
     """Run the pre-flight checks of a recipe; `show` receives each finding as it comes."""
     path = find_recipe(recipe)
     try:
@@ -100,7 +110,9 @@ def examine(recipe: str, overrides: Sequence[str], *, quick: bool, prompts: int 
         show(refused)
         return [refused]
     with ExitStack() as stack:
-        return run_checks(PreflightContext(config=config, prompts=prompts, stack=stack), quick=quick, show=show)
+        return run_checks(
+            PreflightContext(config=config, prompts=prompts, suites=suites, stack=stack), quick=quick, show=show
+        )
 
 
 def run_checks(

@@ -19,23 +19,47 @@ from gspo.preflight.findings import Finding, Level
 from gspo.preflight.machine import pluralize
 from gspo.record.progress import life_signs
 from gspo.safe_output import printed
+from gspo.suites.suite import SuiteSource
 
 COLORS = {Level.OK: "32", Level.NOTE: "36", Level.WARNING: "33", Level.FAIL: "31;1"}
 WIDEST = 110
 
 
-def doctor(recipe: str, overrides: Sequence[str], *, quick: bool, as_json: bool, prompts: int | None) -> int:
+def doctor(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    quick: bool,
+    as_json: bool,
+    prompts: int | None,
+    suites: Sequence[str] = (),
+) -> int:
     """Run the pre-flight checks of a recipe and print the report; 1 if a check fails."""
+    sources = [SuiteSource.parse(text) for text in suites]
+    if not as_json:
+        return exit_code(shown(recipe, overrides, quick=quick, prompts=prompts, suites=sources, title=recipe))
+    with life_signs():
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, suites=sources, show=_nothing)
+    print(json.dumps(as_data(recipe, findings), indent=2, allow_nan=False))
+    return exit_code(findings)
+
+
+def shown(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    quick: bool,
+    prompts: int | None,
+    suites: Sequence[SuiteSource] = (),
+    title: str,
+) -> Sequence[Finding]:
+    """Run the pre-flight checks of a recipe and print them under this title; the findings."""
     with life_signs() as out:
         page = _Page(out)
-        if not as_json:
-            page.title(f"gspo doctor {recipe}")
-        findings = examine(recipe, overrides, quick=quick, prompts=prompts, show=_nothing if as_json else page.show)
-        if not as_json:
-            page.verdict(findings)
-    if as_json:
-        print(json.dumps(as_data(recipe, findings), indent=2, allow_nan=False))
-    return exit_code(findings)
+        page.title(f"gspo doctor {title}")
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, suites=suites, show=page.show)
+        page.verdict(findings)
+    return findings
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

@@ -1,6 +1,6 @@
 """Plot the training curves of a run.
 
-In: a run directory. Out: `curves.png` in it, with the panels that `metric_definitions.py` marks with `in_image`.
+In: a run directory. Out: a figure, or `curves.png`, with the panels that `metric_definitions.py` marks with `in_image`.
 Invariant: reads only `metrics.jsonl`.
 """
 
@@ -19,31 +19,34 @@ COLUMNS = 3
 
 def draw_curves(run: Path) -> Path:
     """Plot the panels, with their titles and labels as on the page."""
-    import matplotlib  # Imported here, because it is slow to import and most commands draw nothing.
+    path = run / "curves.png"
+    try:
+        curves_figure(run).savefig(path, dpi=110)
+    except OSError:
+        # A full disk leaves a truncated image, which no viewer can open.
+        path.unlink(missing_ok=True)
+        raise
+    return path
 
-    matplotlib.use("Agg")  # Needs no display.
-    import matplotlib.pyplot as plt
+
+def curves_figure(run: Path) -> Any:
+    """The panels as a figure of matplotlib."""
+    # Imported here, because it is slow to import and most commands draw nothing. Without pyplot, which would choose a
+    # backend for the whole process: a figure of its own needs no display.
+    from matplotlib.figure import Figure
 
     rows = read_metrics(run)
     panels = [panel for panel in PANELS if panel.in_image]
     lines = math.ceil(len(panels) / COLUMNS)
-    figure, axes = plt.subplots(lines, COLUMNS, figsize=(14, 3.25 * lines), squeeze=False, constrained_layout=True)
+    figure = Figure(figsize=(14, 3.25 * lines), layout="constrained")
+    axes = figure.subplots(lines, COLUMNS, squeeze=False)
     for axis, panel in zip_longest(axes.flat, panels):
         if panel is None:
             axis.set_axis_off()  # The last line has room for more panels.
         else:
             _draw(axis, rows, panel)
     figure.suptitle(run.name)
-    path = run / "curves.png"
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError:
-        # A full disk leaves a truncated image, which no viewer can open.
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        plt.close(figure)
-    return path
+    return figure
 
 
 def _draw(axis: Any, rows: list[dict[str, Any]], panel: Panel) -> None:

@@ -2,6 +2,7 @@
 
     issued -> sampled -> scored -> collected -> trained     `sampled` and `scored` once per round of prompts
     issued -> cut -> ... -> sampled -> ...                  `cut` after every turn but the last (`rollout.span_tokens`)
+    ... -> scored -> dropped -> collected -> ...            `dropped` if completions were given up (`rollout.over_lag`)
     resumed                                                 voids the lines of later batches that come before it
 
 In: events of the collector. Out: lines, only ever appended, in the order in which things happened; `read_ledger`
@@ -48,11 +49,13 @@ class Ledger:
 
     def collected(self, result: CollectResult, *, restored: bool = False) -> None:
         """A batch waits to be trained on. `restored`: a checkpoint has kept it."""
-        prompts = [group.prompt.id for group in result.rollouts.sampled]
+        if result.dropped and not restored:
+            dropped = [[c.prompt_id, c.sample, c.tokens] for c in result.dropped]
+            self._write(batch=result.batch, state="dropped", completions=dropped)
         self._write(
             batch=result.batch,
             state="collected",
-            prompts=prompts,
+            prompts=result.prompts,
             cursor=result.after.cursor,
             **({"restored": True} if restored else {}),
         )

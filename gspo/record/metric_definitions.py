@@ -60,12 +60,23 @@ class Metric:
         return "share" if self.unit == "share" else "number"
 
 
+class Section(StrEnum):
+    """The parts of the page, in order; a value is the heading."""
+
+    REWARD = "Reward"
+    OPTIMIZATION = "Optimization"
+    LENGTHS = "Lengths"
+    MOE = "Mixture of experts"
+    SYSTEM = "System"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Panel:
     """Metrics that share an axis."""
 
     id: str
     """Metrics name their panels by it."""
+    section: Section
     title: str
     what: str
     """What the curves show and what to look for."""
@@ -82,6 +93,7 @@ class Panel:
 PANELS = (
     Panel(
         id="learning",
+        section=Section.REWARD,
         in_image=True,
         title="Reward and held-out accuracy",
         what=(
@@ -92,6 +104,7 @@ PANELS = (
     ),
     Panel(
         id="sets",
+        section=Section.REWARD,
         title="Evaluation sets",
         form="share",
         what=(
@@ -101,6 +114,7 @@ PANELS = (
     ),
     Panel(
         id="set-rewards",
+        section=Section.REWARD,
         title="Reward on evaluation sets",
         what=(
             "Mean reward on each set of eval.sets, and on the held-out problems of each source in data.mix, with its "
@@ -109,11 +123,13 @@ PANELS = (
     ),
     Panel(
         id="sources",
+        section=Section.REWARD,
         title="Reward by source",
         what="Mean reward of the sampled completions of each source in data.mix.",
     ),
     Panel(
         id="clipping",
+        section=Section.OPTIMIZATION,
         in_image=True,
         title="Clip fraction",
         form="share",
@@ -124,6 +140,7 @@ PANELS = (
     ),
     Panel(
         id="clip-probability",
+        section=Section.OPTIMIZATION,
         title="Clip fraction by token probability",
         form="share",
         hide_zero=True,
@@ -135,6 +152,7 @@ PANELS = (
     ),
     Panel(
         id="signal",
+        section=Section.REWARD,
         in_image=True,
         title="Training signal",
         form="share",
@@ -145,6 +163,7 @@ PANELS = (
     ),
     Panel(
         id="difficulty",
+        section=Section.REWARD,
         title="Measured difficulty",
         form="share",
         what=(
@@ -154,12 +173,14 @@ PANELS = (
     ),
     Panel(
         id="entropy",
+        section=Section.OPTIMIZATION,
         in_image=True,
         title="Entropy",
         what="Entropy of the policy in nats per token. After a fast drop the policy no longer explores.",
     ),
     Panel(
         id="length",
+        section=Section.LENGTHS,
         in_image=True,
         title="Completion length",
         form="count",
@@ -170,6 +191,7 @@ PANELS = (
     ),
     Panel(
         id="padding",
+        section=Section.SYSTEM,
         title="Padding",
         form="share",
         hide_zero=True,
@@ -177,6 +199,7 @@ PANELS = (
     ),
     Panel(
         id="shaping",
+        section=Section.LENGTHS,
         title="Ends of completions",
         form="share",
         hide_zero=True,
@@ -187,6 +210,7 @@ PANELS = (
     ),
     Panel(
         id="ratio",
+        section=Section.OPTIMIZATION,
         in_image=True,
         title="Importance ratio",
         log=True,
@@ -197,6 +221,7 @@ PANELS = (
     ),
     Panel(
         id="ess",
+        section=Section.OPTIMIZATION,
         title="Effective sample size",
         form="share",
         what=(
@@ -206,6 +231,7 @@ PANELS = (
     ),
     Panel(
         id="mismatch",
+        section=Section.OPTIMIZATION,
         title="KL divergence",
         log=True,
         what=(
@@ -215,6 +241,7 @@ PANELS = (
     ),
     Panel(
         id="mismatch-tokens",
+        section=Section.OPTIMIZATION,
         title="Sampler-learner mismatch per token",
         log=True,
         what=(
@@ -226,6 +253,7 @@ PANELS = (
     ),
     Panel(
         id="lag",
+        section=Section.OPTIMIZATION,
         title="Age of the rollouts",
         what=(
             "With rollout.max_lag: how old the weights that sampled a batch are when it is trained on, in training "
@@ -234,6 +262,7 @@ PANELS = (
     ),
     Panel(
         id="lag-cost",
+        section=Section.OPTIMIZATION,
         title="What age costs",
         form="share",
         what=(
@@ -244,6 +273,7 @@ PANELS = (
     ),
     Panel(
         id="gradient",
+        section=Section.OPTIMIZATION,
         title="Gradient norm",
         log=True,
         what=(
@@ -253,6 +283,7 @@ PANELS = (
     ),
     Panel(
         id="loss-scale",
+        section=Section.OPTIMIZATION,
         title="Loss scale",
         log=True,
         what=(
@@ -262,17 +293,20 @@ PANELS = (
     ),
     Panel(
         id="routing",
+        section=Section.MOE,
         title="Expert flips",
         form="share",
         what="Share of routed experts that differ between old and new policy, and between sampler and learner.",
     ),
     Panel(
         id="load",
+        section=Section.MOE,
         title="Expert load",
         what="Load of the busiest expert relative to an even load: 1 is perfectly balanced.",
     ),
     Panel(
         id="trouble",
+        section=Section.REWARD,
         title="Failures",
         form="count",
         hide_zero=True,
@@ -283,6 +317,7 @@ PANELS = (
     ),
     Panel(
         id="rank-sampling",
+        section=Section.SYSTEM,
         title="Sampling time by rank",
         what=(
             "Seconds that each rank spends on its own share of the completions. All ranks wait for the slowest one. A "
@@ -292,6 +327,7 @@ PANELS = (
     ),
     Panel(
         id="rank-memory",
+        section=Section.SYSTEM,
         title="Memory by rank",
         what=(
             "Peak memory of each rank in GB since it started: allocated memory on a GPU, the resident set on a CPU. "
@@ -304,6 +340,7 @@ PANELS = (
 
 PHASES = Panel(
     id="phases",
+    section=Section.SYSTEM,
     title="Step time by phase",
     what="Seconds of each phase of a step. The remainder of `time/step_s` is other work.",
 )
@@ -1203,6 +1240,47 @@ METRICS = (
         reduction=Reduction.COMPLETION_MEAN,
     ),
     Metric(
+        "lag/dropped",
+        "Completions that were given up, because they were not over after the tokens of all turns.",
+        present='`over_lag = "drop"`',
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "lag/dropped_fraction",
+        "Their share of all completions. The batch has only the shorter ones: `length/`, `reward/` and the advantages "
+        "are about these.",
+        present='`over_lag = "drop"`',
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+        panels=("lag-cost",),
+        label="dropped completions",
+    ),
+    Metric(
+        "lag/dropped_tokens",
+        "Tokens that were sampled in vain.",
+        present='`over_lag = "drop"`',
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "lag/dropped_prompts",
+        "Problems whose completions were all given up, so that the step has no group of them.",
+        present='`over_lag = "drop"`',
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
+        "lag/dropped_correct_fraction",
+        "Share of correct completions among those that are left of the groups that have lost some. If it is below "
+        "`reward/correct_fraction`, dropping favors easy problems. NaN if no group has lost some and kept others.",
+        present='`over_lag = "drop"`',
+        unit="share",
+        reduction=Reduction.COMPLETION_MEAN,
+        panels=("lag-cost",),
+        label="correct in groups that lost completions",
+    ),
+    Metric(
         "lag/NAME/ess",
         "Effective sample size of the computed tokens that are NAME updates old, as a share of their number: "
         "`(sum w)^2 / (N sum w^2)` with `w = pi/mu`, where `pi` is the policy when the token was trained on.",
@@ -1486,6 +1564,20 @@ TIMINGS = (
         "The rest: updates while the finished batch waited.",
         present="`rollout.max_lag`",
         unit="number",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "lag/turn/NAME/start_s",
+        "When the turn with the weights after step NAME began, which sampled a part of the batch.",
+        present="`rollout.span_tokens`",
+        unit="seconds",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "lag/turn/NAME/end_s",
+        "When it ended, and what it had finished was scored.",
+        present="`rollout.span_tokens`",
+        unit="seconds",
         reduction=Reduction.SAME,
     ),
     Metric(

@@ -21,6 +21,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from gspo.config import RolloutConfig
 from gspo.learner.optimizer import Update
 from gspo.learner.result import LearnResult
 from gspo.learner.routing_replay import RoutingStats
@@ -58,16 +59,16 @@ def step_metrics(
 
 
 def lag_metrics(
-    collected: CollectResult, learned: LearnResult | None, *, step: int, updates: int, spans: bool = False
+    collected: CollectResult, learned: LearnResult | None, *, step: int, updates: int, settings: RolloutConfig
 ) -> dict[str, Reduced]:
-    """How old a batch was when `step` and `updates` optimizer steps were done, and what its age costs. `spans`: whether
-    completions are cut and continued."""
+    """How old a batch was when `step` and `updates` optimizer steps were done, and what its age costs."""
     assert collected.weights is not None
     completions = [c for group in collected.rollouts.sampled for c in group.completions]
     return {
         "lag/steps": Same(step - collected.weights),
         "lag/updates": Mean.of([updates - c.version for c in completions]),
-        **(_span_metrics(completions, updates) if spans else {}),
+        **(_span_metrics(completions, updates) if settings.span_tokens else {}),
+        **(_drop_metrics(collected) if settings.over_lag == "drop" else {}),
         **(_by_age(learned, updates) if learned is not None and learned.computed_N.any() else {}),
     }
 
@@ -79,6 +80,21 @@ def _span_metrics(completions: Sequence[Completion], updates: int) -> dict[str, 
         "lag/token_updates": Mean(sum((updates - version) * n for version, n in parts), sum(n for _, n in parts)),
         "lag/spans": Mean.of([len(c.segments) for c in completions]),
         "lag/continued_fraction": Mean.of([len(c.segments) > 1 for c in completions]),
+    }
+
+
+def _drop_metrics(collected: CollectResult) -> dict[str, Reduced]:
+    """How many completions were given up, and how hard their problems are by what is left of their groups."""
+    dropped, groups = collected.dropped, collected.rollouts.sampled
+    prompts = {c.prompt_id for c in dropped}
+    left = [score.correct for g in groups if g.prompt.id in prompts for score in g.scores if score.correct is not None]
+    total = len(dropped) + sum(len(group.completions) for group in groups)
+    return {
+        "lag/dropped": Sum(len(dropped)),
+        "lag/dropped_fraction": Mean(len(dropped), total),
+        "lag/dropped_tokens": Sum(sum(c.tokens for c in dropped)),
+        "lag/dropped_prompts": Sum(len(prompts - {group.prompt.id for group in groups})),
+        "lag/dropped_correct_fraction": Mean.of(left),
     }
 
 

@@ -52,7 +52,11 @@ class Display(Protocol):
 
 
 def make_display() -> Display:
-    """A live panel on a terminal, plain lines elsewhere."""
+    """A live panel on a terminal or in a notebook, plain lines elsewhere."""
+    from gspo.record.notebook import NotebookDisplay, in_notebook
+
+    if in_notebook():
+        return NotebookDisplay()
     # In a log file, a live display would leave escape sequences.
     return LiveDisplay().start() if sys.stdout.isatty() else PlainDisplay(quiet_s=QUIET_S)
 
@@ -77,7 +81,7 @@ def life_signs(quiet_s: float = QUIET_S) -> Iterator[TextIO]:
 
 def doing() -> list[str]:
     """What this process is doing, with a line for each thread that says so."""
-    return [f"{': '.join(map(_state, path))} ({_duration(path[-1].seconds)})" for path in current()]
+    return [f"{': '.join(map(_state, path))} ({duration(path[-1].seconds)})" for path in current()]
 
 
 def _state(one: Activity) -> str:
@@ -127,7 +131,7 @@ class _Heartbeat:
                     self._say(f"... {line}")
 
 
-class _Recent:
+class RecentValues:
     """The values to show: those of the last step, plus the last evaluation and the pace of the run."""
 
     def __init__(self) -> None:
@@ -219,7 +223,7 @@ class PlainDisplay:
     """One line per step and, with `quiet_s`, one about the work in progress when nothing was printed for that long."""
 
     def __init__(self, quiet_s: float | None = None) -> None:
-        self._recent = _Recent()
+        self._recent = RecentValues()
         self._heartbeat = _Heartbeat(quiet_s, self._print) if quiet_s else None
 
     def message(self, text: str) -> None:
@@ -234,7 +238,7 @@ class PlainDisplay:
     def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         self._recent.update(step, metrics, timings)
         cells = "  ".join(f"{name} {text}" for name, text in self._recent.cells())
-        self._print(f"step {step}/{steps}  {cells}  left {_duration(self._recent.left(step, steps))}")
+        self._print(f"step {step}/{steps}  {cells}  left {duration(self._recent.left(step, steps))}")
 
     def close(self) -> None:
         if self._heartbeat:
@@ -251,7 +255,7 @@ class LiveDisplay:
 
     def __init__(self) -> None:
         self._console = Console(file=terminal())
-        self._recent = _Recent()
+        self._recent = RecentValues()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -289,7 +293,7 @@ class LiveDisplay:
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any], timings: Mapping[str, float]) -> None:
         self._recent.update(step, metrics, timings)
-        self._show("training", step, steps, f"{_duration(self._recent.left(step, steps))} left", self._recent.cells())
+        self._show("training", step, steps, f"{duration(self._recent.left(step, steps))} left", self._recent.cells())
 
     def close(self) -> None:
         # Without a step there are no numbers to keep, and a panel that stays would leave an empty line.
@@ -326,7 +330,8 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Minutes and seconds, with hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -13,10 +13,12 @@
     ledger.jsonl           what has become of every batch, with rollout.max_lag; see record/ledger.py
     sampler.log            what the sampling process has printed, with rollout.max_lag
     checkpoints/000020/    see learner/checkpoint.py
+    trackers.json          the run's ids in wandb, trackio and MLflow, with log.sinks
     best.json              the step of the best checkpoint, with `checkpoint.keep_best`
     rollbacks.json         every rollback; see record/rollbacks.py
     abandoned/001/         metrics, timings and rollouts of the steps that the first rollback abandoned
     ranks/1.log            what rank 1 has printed, if the run has several ranks
+    inputs/                rows and a model that the Python API was given as objects
 
 In: the records of a run. Out: the files above. Invariant: a reader never sees a partial line, not even after a failed
 write. A resume truncates metrics and timings to the checkpoint's offsets. Events and errors contain no secrets; a
@@ -59,6 +61,7 @@ FILES = (
     "ledger.jsonl",
     "sampler.log",
     "curves.png",
+    "trackers.json",
     held_out.FILE,
     rollbacks.FILE,
     *STEP_FILES,
@@ -74,6 +77,7 @@ FOLDERS = (
     "ranks",
     "tensorboard",
     "wandb",
+    "inputs",
 )
 RENAMED = ("rollouts", "checkpoints")
 """Folders whose files are never written in place, so a hard link to one of them is harmless."""
@@ -112,8 +116,8 @@ class RunDir:
                 f"{path}: already holds a run; continue it with 'gspo train --resume {path}', "
                 "or choose another --run-dir"
             )
-        # A lock file may be left from a run that never started.
-        if path.is_dir() and any(p.name != ".lock" for p in path.iterdir()):
+        # A lock file may be left from a run that never started. Inputs are written before the run starts.
+        if path.is_dir() and any(p.name not in (".lock", "inputs") for p in path.iterdir()):
             raise ConfigError(
                 f"{path}: is not empty and holds no run; choose another --run-dir, so that nothing in it is lost"
             )
@@ -303,7 +307,7 @@ class RunDir:
         """Remove the directory of a run that never started, unless it contains other files."""
         # Somebody else's directory may be at this path by now. It must not be emptied.
         if not self.started and self._lock.in_place():
-            for name in (".lock", "environment.json", run_format.FILE):
+            for name in (".lock", "environment.json", "trackers.json", run_format.FILE):
                 (self.path / name).unlink(missing_ok=True)
             for file in (self.path / "ranks").glob("[0-9]*.log"):
                 file.unlink(missing_ok=True)

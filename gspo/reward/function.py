@@ -16,7 +16,8 @@ gives strings. `None` abstains. An exception object in the list fails that compl
 the others.
 
 Invariant: only `load` imports user code, and it runs in a worker. A user's file is read once, when the run starts, so
-editing it during the run does not change the reward.
+editing it during the run does not change the reward. A function that only the trainer's process has is called there
+(`in_process.py`); a worker knows its name and columns.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from itertools import islice
@@ -45,7 +46,7 @@ from types import ModuleType
 from typing import Any
 
 from gspo.errors import ConfigError, GspoError, RewardError
-from gspo.reward import rewards
+from gspo.reward import in_process, rewards
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments that every function may receive in addition to the row's columns."""
@@ -107,6 +108,10 @@ class Source:
     """Contents of the user's file."""
     function: str
     options: Mapping[str, Any]
+    in_process: bool = False
+    """Whether the trainer's process calls it."""
+    needs: Sequence[str] = ()
+    """The arguments of such a function that have no default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +165,8 @@ def built_in_names() -> list[str]:
 
 
 def _find(spec: str, name: str, options: Mapping[str, Any]) -> Source:
+    if (own := in_process.name_of(spec)) is not None:
+        return _find_in_process(spec, own, options)
     file, colon, function = spec.rpartition(":")
     if colon:
         return _find_file(spec, file, name, function, options)
@@ -185,6 +192,46 @@ def _find_file(spec: str, file: str, name: str, function: str, options: Mapping[
             f"reward.functions: {spec}: cannot read {path}: {one_line(error)}; save it as UTF-8"
         ) from None
     return Source(spec=spec, name=name, file=str(path), text=text, function=function, options=options)
+
+
+def _find_in_process(spec: str, name: str, options: Mapping[str, Any]) -> Source:
+    if in_process.function(name) is None:
+        raise ConfigError(
+            f"reward.functions: {name} is a Python function of the process that started this run, and this process "
+            f"does not have it; pass it again: rewards=[{name}], or put it into a file and name it as FILE.py:{name}"
+        )
+    source = Source(spec=spec, name=name, file="", text="", function=name, options=options, in_process=True)
+    return replace(source, needs=sorted(load_in_process(source).needs))
+
+
+def load_in_process(source: Source) -> RewardFunction:
+    """A function of this process, ready to be called."""
+    call = in_process.function(source.function)
+    assert call is not None
+    parameters = _parameters(source, call)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if source.options and not open_ended:
+        unknown = next((key for key in source.options if key not in named or key in RESERVED), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"reward.options.{source.spec}: unknown option {unknown!r}; {source.name} does not take it"
+            )
+    return RewardFunction(
+        name=source.name,
+        call=call,
+        takes=None if open_ended else frozenset(named),
+        needs=frozenset(name for name, p in named.items() if p.default is p.empty),
+        settings=frozenset(),
+        options=source.options,
+        file=_file_of(call),
+    )
+
+
+def _file_of(call: Callable[..., Any]) -> str:
+    """The file of a function, whose lines its errors name; empty if it has none, as in a notebook."""
+    code = getattr(call, "__code__", None)
+    return getattr(code, "co_filename", "")
 
 
 # ------------------------------------------------------------------------------------------- in a worker
@@ -329,7 +376,15 @@ class RewardFunction:
 def _awaited(values: Coroutine[Any, Any, Any]) -> Any:
     import asyncio  # as slow as all other imports of a worker together, and few functions need it
 
-    return asyncio.run(values)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(values)
+    # A notebook runs its cells inside a loop, and a thread can run only one.
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, values).result()
 
 
 def lacking(name: str, missing: Collection[str], row: Collection[str]) -> str:
@@ -339,6 +394,8 @@ def lacking(name: str, missing: Collection[str], row: Collection[str]) -> str:
 
 def load(source: Source) -> RewardFunction:
     """Import a function and check that it can be called with its options."""
+    if source.in_process:
+        return _placeholder(source)
     module = _import(source)
     call = getattr(module, source.function, None)
     if call is None:
@@ -368,6 +425,18 @@ def load(source: Source) -> RewardFunction:
         service=asdict(service(source.options)) if service else None,
         start=partial(_start, source, module) if service else lambda facts: None,
         usage=module.USAGE.take if service else dict,
+    )
+
+
+def _placeholder(source: Source) -> RewardFunction:
+    """Stands in a worker for a function of the trainer's process, which the worker is never asked to call."""
+    return RewardFunction(
+        name=source.name,
+        call=lambda **arguments: [],
+        takes=None,
+        needs=frozenset(source.needs),
+        settings=frozenset(),
+        options=source.options,
     )
 
 

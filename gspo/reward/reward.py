@@ -4,7 +4,8 @@ In: prompts with their completions. Out: a `Score` per completion, in the same o
 raises, hangs, dies or returns an invalid value leaves exactly the completions it failed on UNSCORED, with the reason.
 It never turns them into a 0 (except completions that make a built-in reward fail, see `jobs.py`), never changes
 another completion's score, and never crashes the run. A function that abstains (returns None) is neither a failure nor
-a 0: it counts as the mean of its values for the other completions of the group. Functions run in worker processes only.
+a 0: it counts as the mean of its values for the other completions of the group. Functions run in worker processes,
+except those that only this process has (`in_process.py`): they run here, before the others.
 
 Calls that hang do not block the others: the pool starts spare workers, which end with the batch. A function that asks a
 model or an endpoint (`traits.Service`) has one worker of its own.
@@ -20,6 +21,7 @@ import statistics
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -27,7 +29,7 @@ from typing import Any
 from gspo.activity import Activity, activity
 from gspo.config import RewardConfig
 from gspo.errors import ConfigError, GspoError, RewardError
-from gspo.reward.function import RunFacts, Source, lacking, one_line
+from gspo.reward.function import RunFacts, Source, lacking, load_in_process, one_line
 from gspo.reward.jobs import ANSWER_S, Batch, Groups, Job, Part
 from gspo.reward.places import PlacedWorker, RewardPlaces
 from gspo.reward.process import ScoringCancelled, WorkerDied, WorkerHung, WorkerLost, WorkerOverMemory, WorkerProcess
@@ -35,6 +37,7 @@ from gspo.reward.process_usage import memory_bytes
 from gspo.reward.second_try import SecondTry
 from gspo.reward.source_rewards import ScoringRule, SourceRewards, locate
 from gspo.reward.traits import Service
+from gspo.signals import shielded
 from gspo.types import Prompt, Score, Status
 
 PROGRAM_S = 5.0
@@ -96,6 +99,8 @@ class RewardPool:
         only = SourceRewards(functions=config.functions, weights=config.weights, task=task)
         rewards = {"": only} if sources is None else sources
         self._sources, self._rules = locate(rewards, config.options)
+        self._own = {f: load_in_process(source) for f, source in enumerate(self._sources) if source.in_process}
+        """The functions that run in this process."""
         for name, reward in rewards.items():
             _check_weights(reward.weights_key, reward.weights, len(self._rules[name].functions))
         _check_limits(config, self._sources)
@@ -185,7 +190,7 @@ class RewardPool:
                 if missing:
                     where = f"reward.functions: {f'problems of {source}: ' if source else ''}"
                     what = lacking(self._sources[f].name, missing, columns)
-                    foreign = bool(self._sources[f].file)
+                    foreign = bool(self._sources[f].file) or f in self._own
                     fix = "rename its parameter, or give it a default" if foreign else "correct its options or the data"
                     raise RewardError(f"{where}{what}; {fix}")
 
@@ -195,7 +200,12 @@ class RewardPool:
         total = sum(len(completions) for _, completions in groups)
         with self._scoring, activity("scoring", total=total, unit="completions") as doing:
             batch = self._batch(groups, rules)
-            self._run(batch, batch.jobs(), doing)
+            jobs = batch.jobs()
+            for job in jobs:
+                if job.function in self._own:
+                    self._call_here(job)
+                    doing.done = int(batch.share * total)
+            self._run(batch, [job for job in jobs if job.function not in self._own], doing)
         return [
             self._combine_group(rule, [batch.parts(g, i) for i in range(len(completions))])
             for g, (rule, (_, completions)) in enumerate(zip(rules, groups, strict=True))
@@ -249,9 +259,25 @@ class RewardPool:
             workers=len(self._workers),
             timeout_s=self._config.timeout_s,
             bounded_s={i: seconds for i, seconds in enumerate(self._workers[0].bounded_s) if seconds},
-            built_in={i for i, source in enumerate(self._sources) if not source.file},
+            built_in={i for i, source in enumerate(self._sources) if not source.file and not source.in_process},
             services=self._services,
         )
+
+    def _call_here(self, job: Job) -> None:
+        """Call a function of this process: for the completions of a prompt, and for each alone if that fails."""
+        # A stop request inside the function would otherwise be taken for an error of the function.
+        with shielded() if threading.current_thread() is threading.main_thread() else nullcontext():
+            (answer,) = self._own[job.function]([_request(job)])
+        if isinstance(answer, list):
+            parts = [Part(**result) for result in answer]
+            for sample, part in zip(job.samples, parts, strict=True):
+                self._remember(job, sample, part, "")
+            job.batch.answer(job, parts)
+        elif len(job.samples) > 1 and not answer["failure"].startswith("invalid"):
+            for alone in job.batch.split(job):
+                self._call_here(alone)
+        else:
+            self._fail(job, Part(**answer))
 
     def _load_once(self, function: int) -> None:
         batch = self._batch((), ())
@@ -513,7 +539,8 @@ class RewardPool:
 
         A completion that makes a built-in reward fail is not a fault of that reward.
         """
-        own = not self._sources[job.function].file and job.function not in self._services
+        source = self._sources[job.function]
+        own = not source.file and not source.in_process and job.function not in self._services
         if not part.failure or (part.cause and own):
             return
         place = _PLACE.search(part.failure)

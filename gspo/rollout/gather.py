@@ -80,6 +80,16 @@ class RolloutBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DroppedCompletion:
+    """A completion that was given up because it was too long for its turns (`rollout.over_lag = "drop"`)."""
+
+    prompt_id: str
+    sample: int
+    tokens: int
+    """Tokens that were sampled in vain."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectResult:
     """A collected batch, which knows where it comes from: it may be trained on later than it was sampled."""
 
@@ -98,6 +108,8 @@ class CollectResult:
     """Estimated pass rates of the sampled problems before this batch; empty if sampling is uniform."""
     skipped: int = 0
     """Visited problems that were not sampled, because of their pass rates."""
+    dropped: tuple[DroppedCompletion, ...] = ()
+    """Completions that were given up. They are in no group, and a prompt without any other has none."""
 
     @property
     def batch(self) -> int:
@@ -111,8 +123,16 @@ class CollectResult:
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of all completions, discarded ones included."""
-        return sum(c.sampled_count for group in self.rollouts.sampled for c in group.completions)
+        """Sampled tokens of all completions, discarded and dropped ones included."""
+        in_vain = sum(dropped.tokens for dropped in self.dropped)
+        return in_vain + sum(c.sampled_count for group in self.rollouts.sampled for c in group.completions)
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts that were sampled; at the end those without a group, because all of their completions were
+        dropped."""
+        ids = [group.prompt.id for group in self.rollouts.sampled] + [dropped.prompt_id for dropped in self.dropped]
+        return list(dict.fromkeys(ids))
 
 
 @dataclass(frozen=True, kw_only=True)

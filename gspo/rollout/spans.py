@@ -11,7 +11,7 @@ which weights sample which token depends on the completions alone, and delays ch
 
 A turn is one call of the engine for all batches that are open. Every completion gets at most `span_tokens` tokens.
 Those that are not over are cut, and continue in the next turn, with the weights of the next step. In the last turn of a
-batch, its completions are sampled to their end.
+batch, its completions are sampled to their end, or with `rollout.over_lag = "drop"` given up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gspo.rollout.engine import Extension, begun
-from gspo.rollout.gather import RolloutState
+from gspo.rollout.gather import DroppedCompletion, RolloutState
 from gspo.rollout.in_flight import OpenBatch, Ticket
 from gspo.types import Completion, Prompt, StopReason
 
@@ -33,6 +33,8 @@ class Schedule:
     max_lag: int
     span_tokens: int
     max_tokens: int
+    drop: bool = False
+    """Whether completions that are not over after the last turn are given up."""
 
     @property
     def turns(self) -> int:
@@ -47,7 +49,11 @@ class Schedule:
 
     def tokens(self, ticket: Ticket, weights: int) -> int:
         """How many tokens a completion gets in the turn with these weights."""
-        return self.max_tokens if weights == self.last(ticket) else self.span_tokens
+        last = self.last(ticket)
+        if weights < last:
+            return self.span_tokens
+        # A batch with fewer turns, at the start of a run, allows as many tokens as any other.
+        return self.span_tokens * (self.turns - (last - ticket.weights)) if self.drop else self.max_tokens
 
 
 def due(ticket: Ticket, batch: OpenBatch | None) -> int:
@@ -86,6 +92,17 @@ def extensions(batch: OpenBatch, prompts: Sequence[Prompt], tokens: int) -> list
 def extended(batch: OpenBatch, completions: Sequence[Sequence[Completion]]) -> OpenBatch:
     """A batch after a turn."""
     return replace(batch, weights=batch.weights + 1, completions=tuple(map(tuple, completions)))
+
+
+def kept(prompt: Prompt, completions: Sequence[Completion]) -> tuple[list[Completion], list[DroppedCompletion]]:
+    """The completions of a prompt that are over, and those that are given up."""
+    over = [c for c in completions if c.stop is not StopReason.CUT]
+    dropped = [
+        DroppedCompletion(prompt_id=prompt.id, sample=c.sample, tokens=c.sampled_count)
+        for c in completions
+        if c.stop is StopReason.CUT
+    ]
+    return over, dropped
 
 
 def cut_count(batch: OpenBatch) -> int:

@@ -29,6 +29,8 @@ _RANK = re.compile(r"rank/[0-9]{1,6}/rollout_s").fullmatch
 
 LOW_ESS = 0.8
 """Effective sample size of tokens below which rollouts are called too old."""
+MANY_DROPPED = 0.05
+"""Share of dropped completions from which the diagnosis says so."""
 MOSTLY_CLIPPED = 0.5
 """Clipped share from which they are, if ratios start from the sampler."""
 
@@ -701,6 +703,21 @@ def _lag(facts: RunFacts) -> Finding | None:
     )
 
 
+def _dropped(facts: RunFacts) -> Finding | None:
+    """Completions that are given up because they are long."""
+    share = facts.mean("lag/dropped_fraction")
+    if len(facts.recent) < FEWEST_STEPS or not share >= MANY_DROPPED:
+        return None
+    left, all_ = facts.mean("lag/dropped_correct_fraction"), facts.mean("reward/correct_fraction")
+    harder = f"; in their groups {_percent(left)} of the others are correct, in all {_percent(all_)}" * (left < all_)
+    return Finding(
+        name="long completions dropped",
+        level="warn",
+        what=f"{_percent(share)} of the completions are given up because they are too long for their turns{harder}.",
+        remedy='Raise rollout.span_tokens or rollout.max_lag, or set rollout.over_lag = "wait".',
+    )
+
+
 def _noise(facts: RunFacts) -> Finding | None:
     beyond = facts.mean("noise/beyond_clip")
     size = facts.mean("noise/log_ratio")
@@ -872,6 +889,7 @@ RULES: tuple[Rule, ...] = (
     _large_updates,
     _mismatch,
     _lag,
+    _dropped,
     _noise,
     _skipped,
     _flips,

@@ -25,6 +25,7 @@ class PanelCurves:
         panel = self.panel
         return {
             "id": panel.id,
+            "section": panel.section,
             "title": panel.title,
             "what": panel.what,
             "form": panel.form,

@@ -41,6 +41,7 @@ LONGEST_TEXT = 20_000
 LONGEST_NAME = 200
 MOST_EVALUATIONS = 10_000
 STEP_TIME = "time/step_s"
+_TURN_START = re.compile(r"lag/turn/([0-9]{1,9})/start_s").fullmatch
 SPANS = frozenset({"lag/sample_start_s", "lag/sample_end_s", "lag/learn_start_s", "lag/learn_end_s"})
 """Metrics of the timeline of sampling and training."""
 TIMELINE = 16
@@ -144,7 +145,8 @@ class RunReader:
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `stopped` (by a signal), `failed`, `ended` (exited unexpectedly) or `gone`."""
+        """`running`, `finished`, `stopped` (by a signal or a callback), `failed`, `ended` (exited unexpectedly) or
+        `gone`."""
         if not self.path.is_dir():
             return "gone"
         # The lock first: a resumed run is running, although its last event may still be a stop or an error.
@@ -154,7 +156,7 @@ class RunReader:
         if last.get("event") == "error":
             return "failed"
         if last.get("event") == "stop":
-            return "finished" if last.get("signal") is None else "stopped"
+            return "finished" if last.get("signal") is None and last.get("reason") is None else "stopped"
         return "ended"
 
     def curves(
@@ -207,16 +209,17 @@ class RunReader:
         bars = {key: downsample(steps[inside], y[inside], min(points, 120)) for key, y in seconds.items()}
         return {"x": bars["other"]["x"], "y": {key: bar["y"] for key, bar in bars.items()}}
 
-    def _timeline(self) -> list[dict[str, float]]:
+    def _timeline(self) -> list[dict[str, Any]]:
         """When the last steps were sampled and trained on, as far as one process did it; empty if sampling and training
-        take turns."""
+        take turns. `turns`: the weights, start and end of each turn, if a batch was sampled in several."""
         names = {key: key.removeprefix("lag/").removesuffix("_s") for key in SPANS}
-        found: list[dict[str, float]] = []
+        found: list[dict[str, Any]] = []
         for row in reversed(self.timings.last(TIMELINE)):
             # Another process has counted its seconds from its own start.
             if not row.keys() >= SPANS or (found and row["lag/learn_end_s"] > found[-1]["learn_end"]):
                 break
-            found.append({"step": row["step"], **{name: row[key] for key, name in names.items()}})
+            spans = {name: row[key] for key, name in names.items()}
+            found.append({"step": row["step"], **spans, "turns": _turns(row)})
         return found[::-1]
 
     def facts(self) -> RunFacts:
@@ -413,3 +416,9 @@ def _locked(path: Path) -> bool:
             return any("FLOCK" in line and line.split()[5].endswith(f":{inode}") for line in locks if "->" not in line)
     except (OSError, IndexError):
         return False
+
+
+def _turns(row: Mapping[str, Any]) -> list[tuple[int, float, float]]:
+    """The turns in which a batch was sampled (`rollout.span_tokens`): weights, start and end."""
+    starts = {int(m[1]): row[key] for key in row if (m := _TURN_START(key))}
+    return [(weights, start, row.get(f"lag/turn/{weights}/end_s", start)) for weights, start in sorted(starts.items())]

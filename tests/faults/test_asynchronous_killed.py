@@ -22,6 +22,7 @@ from test_killed import forked, start_or_resume, wait
 
 from gspo.config import Config
 from gspo.errors import EngineError
+from gspo.learner import checkpoint
 from gspo.record.ledger import read_ledger
 from gspo.record.run_dir import read_jsonl
 
@@ -30,9 +31,9 @@ SETTING = (f"steps={STEPS}", "rollout.max_lag=2", "eval.every=5", "checkpoint.ev
 VARIANTS = {
     "all groups": (),
     "refilled groups": ("objective.keep=mixed", "rollout.group_size=2", "rollout.refill_budget=2"),
+    "cut completions": ("rollout.span_tokens=4", "rollout.min_tokens=3", "checkpoint.every=1"),
 }
-KILLS = 12
-"""Of each variant."""
+KILLS = {"all groups": 12, "refilled groups": 12, "cut completions": 6}
 
 
 def check_ledger(run: Path) -> None:
@@ -51,11 +52,12 @@ def check_ledger(run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_f12_the_trainer_is_killed_at_random_instants(
-    overrides: tuple[str, ...], tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    variant: str, tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    overrides = VARIANTS[variant]
     golden = tiny(*SETTING, *overrides, run_dir="golden")
 
     def finish(config: Config) -> None:
@@ -67,18 +69,38 @@ def test_f12_the_trainer_is_killed_at_random_instants(
     rng = random.Random(5)
     kills = 0
     cut = tiny(*SETTING, *overrides, run_dir="cut-0")
-    while kills < KILLS:
+    with_cuts = 0
+    while kills < KILLS[variant]:
         with monkeypatch.context() as patch:
             stand_in(patch, seed=kills, longest_s=0.1)
             child = forked(partial(start_or_resume, cut))
-        time.sleep(rng.uniform(0.5, 2.0))
+        if variant == "cut completions":  # they wait between turns, so the run must have come some way
+            wait_for_steps(run_of(cut), 2)
+        time.sleep(rng.uniform(0.5, 2.0) if variant != "cut completions" else rng.uniform(0, 0.5))
         os.kill(child, signal.SIGKILL)
         kills += wait(child) == -signal.SIGKILL
-        if kills == KILLS or len(read_jsonl(run_of(cut) / "metrics.jsonl")) > STEPS - 3:
+        with_cuts += keeps_cut_completions(run_of(cut))
+        if kills == KILLS[variant] or len(read_jsonl(run_of(cut) / "metrics.jsonl")) > STEPS - 3:
             finish(cut)
             same_end(run_of(golden), run_of(cut))
             check_ledger(run_of(cut))
             cut = tiny(*SETTING, *overrides, run_dir=f"cut-{kills}")
+    assert bool(with_cuts) == (variant == "cut completions")
+
+
+def wait_for_steps(run: Path, more: int) -> None:
+    """Wait until a run has done more steps than now, or nearly all."""
+    goal = min(STEPS - 2, len(read_jsonl(run / "metrics.jsonl")) + more)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and len(read_jsonl(run / "metrics.jsonl")) < goal:
+        time.sleep(0.02)
+
+
+def keeps_cut_completions(run: Path) -> bool:
+    """Whether the checkpoint from which a run resumes has completions that are not over."""
+    saved = checkpoint.saved(run / "checkpoints")
+    plan = checkpoint.read_in_flight(saved[-1]) if saved else None
+    return plan is not None and any(entry.part is not None for entry in plan.entries)
 
 
 def descendants(pid: int) -> list[int]:

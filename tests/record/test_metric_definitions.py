@@ -15,12 +15,12 @@ from rich.console import Console
 from shown_runs import make_run, metrics, write_lines
 
 from gspo.record import metric_definitions as definitions
-from gspo.record.metric_definitions import METRICS, PANELS, PHASES, TIMINGS, Metric, Panel, Reduction
+from gspo.record.metric_definitions import METRICS, PANELS, PHASES, TIMINGS, Metric, Panel, Reduction, Section
 from gspo.view.report import write_report
 from gspo.view.terminal import watch_text
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-NEW_PANEL = Panel(id="surprise", title="Surprise of the reader", what="Made for a test.")
+NEW_PANEL = Panel(id="surprise", section=Section.REWARD, title="Surprise of the reader", what="Made for a test.")
 NEW_METRIC = Metric(
     "surprise/mean",
     "Mean surprise, defined in a test.",

@@ -10,7 +10,7 @@ from simulated_vllm import SimulatedVllm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, Extension, begun
 from gspo.rollout.engines import vllm
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.types import Completion, Prompt, Sampling, StopReason
@@ -115,3 +115,20 @@ def test_weights_that_change_between_requests_are_in_the_spans(
     sampling = Sampling(max_tokens=6, min_tokens=6, stop=("none",))
     ((a, b),) = engine.generate(PROMPTS[:1], samples=2, sampling=sampling, seed=1, stream="s", version=2)
     assert a.spans == b.spans == ((2, 0), (3, 4))
+
+
+def test_requests_share_cached_keys_and_values_only_if_their_weights_are_the_same(context: EngineContext) -> None:
+    host = SimulatedVllm(context.model)
+    engine = VllmEngine(context, host)
+    sampling = Sampling(max_tokens=6, min_tokens=6)
+    completions = begun(PROMPTS[0], 2, 2)
+    salts = []
+    for version in (2, 2, 3):
+        extension = Extension(prompt=PROMPTS[0], completions=completions, stream="s", tokens=2)
+        (found,) = engine.extend([extension], sampling=sampling, seed=1, version=version)
+        completions = tuple(found)
+        (salt,) = {request.salt for request in host.asked[-2:]}
+        salts.append(salt)
+    assert salts[0] == salts[1] != salts[2]
+    assert all(salts)
+    assert [c.spans for c in completions] == [((2, 0), (3, 4))] * 2

@@ -344,6 +344,17 @@ CASES = [
         "are clipped, because ratios start from the sampler",
     ),
     Case(
+        "long completions dropped",
+        "warn",
+        facts(
+            every_step(
+                lag__dropped_fraction=0.1, lag__dropped_correct_fraction=0.2, **{"reward__correct_fraction": 0.5}
+            )
+        ),
+        facts(every_step(lag__dropped_fraction=0.01)),
+        "in their groups 20 % of the others are correct, in all 50 %",
+    ),
+    Case(
         "time: scoring",
         "note",
         facts(times=phase(reward=0.6)),

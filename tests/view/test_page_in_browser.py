@@ -60,7 +60,7 @@ def open_dashboard(page: Any, served: Any, where: str = "") -> None:
 
 
 def last_step(page: Any) -> int:
-    return int(re.search(r"step ([\d,]+)", page.locator(".chip .state").first.inner_text())[1].replace(",", ""))
+    return int(re.search(r"step ([\d,]+)", page.locator(".run .state").first.inner_text())[1].replace(",", ""))
 
 
 def test_curves_update_while_a_run_trains(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_curves_update_while_a_run_trains(page: Any, serve: Callable[..., Any], 
         open_dashboard(page, serve(run))
         curve = page.locator(".chart svg path.line").first
         curve.wait_for(state="attached", timeout=60_000)
-        assert "running" in page.locator(".chip .state").first.inner_text()
+        assert "running" in page.locator(".run .state").first.inner_text()
         before = last_step(page)
         path = curve.get_attribute("d")
         page.wait_for_timeout(3000)
@@ -161,7 +161,7 @@ def test_a_run_with_invalid_numbers_does_not_affect_the_others(
     (odd / "config.toml").write_text(f"steps = 1{'0' * 400}\n")
     open_dashboard(page, serve(tmp_path / "runs"))
     page.get_by_text("finished, step 12 of 40").wait_for()
-    assert page.locator(".chip").count() == 2
+    assert page.locator(".run").count() == 2
     page.goto(page.url.partition("#")[0] + "#/odd/5")
     page.get_by_role("heading", name="Step 5").wait_for()
 
@@ -317,35 +317,170 @@ def test_model_output_is_shown_as_text(page: Any, serve: Callable[..., Any], tmp
     assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", shown)
 
 
-def test_several_runs_share_charts_and_can_be_hidden(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+def names_drawn(page: Any) -> set[str]:
+    """The runs whose curves are in the first chart."""
+    groups = page.locator(".chart svg").first.locator("g.series")
+    return set(groups.evaluate_all("(all) => all.map((g) => g.dataset.run)"))
+
+
+def draws(page: Any, *names: str) -> None:
+    """Wait until the first chart has the curves of these runs."""
+    for _ in range(100):
+        if names_drawn(page) == set(names):
+            return
+        page.wait_for_timeout(100)
+    assert names_drawn(page) == set(names)
+
+
+def test_runs_are_selected_in_the_sidebar_and_the_address_keeps_them(
+    page: Any, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    for name in ("first", "second", "third"):
+        make_run(tmp_path / "runs" / name)
+    open_dashboard(page, serve(tmp_path / "runs"))
+    draws(page, "first", "second", "third")
+    dots = [
+        page.locator(f'.run[data-run="{n}"] .dot').evaluate("(e) => getComputedStyle(e).color")
+        for n in ("first", "second", "third")
+    ]
+    assert len(set(dots)) == 3
+    page.get_by_role("checkbox", name="first").uncheck()
+    draws(page, "second", "third")
+    assert page.locator("#shown").inner_text() == "2 of 3"
+    assert page.url.endswith("#/?runs=second,third")
+    page.reload()
+    draws(page, "second", "third")
+    assert not page.get_by_role("checkbox", name="first").is_checked()
+    page.locator('.run[data-run="second"]').hover()
+    assert page.locator("g.series.faded").evaluate_all("(all) => [...new Set(all.map((g) => g.dataset.run))]") == [
+        "third"
+    ]
+    page.get_by_role("button", name="show only second").click()
+    draws(page, "second")
+    page.evaluate("location.hash = '#/second/5'")
+    page.get_by_role("heading", name="Step 5").wait_for()
+    assert not page.locator("#sidebar").is_visible()
+    page.keyboard.press("Escape")
+    draws(page, "second")
+    assert page.url.endswith("#/?runs=second")
+    page.get_by_role("button", name="none").click()
+    page.get_by_text("Select a run to see its curves.").wait_for()
+    assert page.locator(".chart:visible").count() == 0
+    page.reload()
+    page.get_by_text("Select a run to see its curves.").wait_for()
+    page.get_by_role("button", name="all", exact=True).click()
+    draws(page, "first", "second", "third")
+    assert page.url.endswith("#/")
+
+
+def test_a_curve_has_one_legend_entry_with_a_value_of_each_run(
+    page: Any, serve: Callable[..., Any], tmp_path: Path
+) -> None:
     for name in ("first", "second"):
         make_run(tmp_path / "runs" / name)
     open_dashboard(page, serve(tmp_path / "runs"))
-    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    draws(page, "first", "second")
     legend = page.locator(".chart .legend").first
-    assert {"first: reward", "second: reward"} <= set(re.findall(r"\w+: reward", legend.inner_text()))
-    page.get_by_role("button", name="first").click()
-    page.wait_for_timeout(300)
-    assert "first:" not in legend.inner_text()
+    keys = legend.locator(".key")
+    assert keys.locator("button").all_inner_texts() == ["reward", "held-out, sampled"]
+    assert [k.locator(".value").count() for k in keys.all()] == [2, 2]
+    lines = page.locator(".chart svg").first.locator("path.line:not(.faint)")
+    assert lines.count() == 4
+    legend.get_by_role("button", name="reward").click()
+    assert lines.count() == 2
+    legend.get_by_role("button", name="reward").click()
+    assert lines.count() == 4
+    page.locator(".chart svg").first.focus()
+    page.keyboard.press("Home")
+    values = keys.first.locator(".value").all_inner_texts()
+    assert values == ["0.31", "0.31"]
+    assert "step 1" in legend.inner_text()
 
 
-def test_no_chip_is_cut_when_there_are_many_runs(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
-    for i in range(16):
-        make_run(tmp_path / "runs" / f"a-run-with-a-longer-name-{i}")
+def test_sections_close_and_stay_closed(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    open_dashboard(page, serve(make_run(tmp_path / "made")))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    titles = page.locator(".section:visible > summary h2").all_inner_texts()
+    assert titles == ["Reward", "Optimization", "Lengths", "Mixture of experts", "System"]
+    assert page.get_by_role("heading", name="Expert load").is_visible()
+    page.locator("summary", has_text="Mixture of experts").click()
+    assert not page.get_by_role("heading", name="Expert load").is_visible()
+    page.reload()
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    assert page.get_by_role("heading", name="Entropy").is_visible()
+    assert not page.get_by_role("heading", name="Expert load").is_visible()
+    page.locator("summary", has_text="Mixture of experts").click()
+    page.locator('.section[data-section="Mixture of experts"] path.line').first.wait_for(state="attached")
+    page.get_by_role("button", name="What Expert load shows").click()
+    assert page.get_by_text("1 is perfectly balanced").is_visible()
+
+
+def test_a_section_without_curves_is_hidden(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "dense")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    write_lines(run / "metrics.jsonl", [{k: v for k, v in r.items() if "routing" not in k} for r in rows])
+    open_dashboard(page, serve(run))
+    page.locator(".chart svg path.line").first.wait_for(state="attached")
+    assert "Mixture of experts" not in page.locator(".section:visible > summary h2").all_inner_texts()
+
+
+def test_findings_of_several_runs_are_grouped(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        make_run(tmp_path / "runs" / name)
+    events = [{"time": "2026-01-01T00:00:09", "event": "error", "error": "RewardError", "message": "broken"}]
+    write_lines(tmp_path / "runs" / "second" / "events.jsonl", events)
     open_dashboard(page, serve(tmp_path / "runs"))
-    page.locator(".chip").nth(15).wait_for(state="attached")
-    cut = """() => {
-        const box = document.getElementById("runs").getBoundingClientRect();
-        const chips = [...document.querySelectorAll(".chip")].map((chip) => chip.getBoundingClientRect());
-        const inside = (chip) => chip.top >= box.top - 1 && chip.bottom <= box.bottom + 1;
-        return chips.filter((chip) => !inside(chip) && chip.bottom > box.top + 1 && chip.top < box.bottom - 1).length;
-    }"""
-    assert page.evaluate(cut) == 0
-    assert page.evaluate("(box => box.scrollHeight > box.clientHeight)(document.getElementById('runs'))")
-    page.locator(".chip").last.focus()
-    page.wait_for_timeout(300)
-    assert page.evaluate(cut) == 0
-    page.locator(".chip").last.click()
+    draws(page, "first", "second")
+    groups = page.locator(".findings > li")
+    titles = groups.locator("summary strong").all_inner_texts()
+    assert len(titles) == len(set(titles))
+    levels = [title.partition(":")[0] for title in titles]
+    assert levels == sorted(levels, key=["Problem", "Warning", "Note", "Good"].index)
+    for title, runs in {"Problem: error": ["second"], "Problem: alarm": ["first"]}.items():
+        assert groups.filter(has_text=title).locator("summary .name").all_inner_texts() == runs
+    assert page.get_by_text("The run stopped with an error").is_visible()
+    groups.filter(has_text="Problem: error").locator("summary").click()
+    assert not page.get_by_text("The run stopped with an error").is_visible()
+    page.locator("input[type=range]").fill("0.9")  # draws everything again
+    assert not page.get_by_text("The run stopped with an error").is_visible()
+
+
+def test_the_list_of_many_runs_scrolls_and_can_be_searched(
+    page: Any, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    for i in range(30):
+        make_run(tmp_path / "runs" / f"a-run-with-a-longer-name-{i}", steps=2)
+    open_dashboard(page, serve(tmp_path / "runs"))
+    page.locator(".run").nth(29).wait_for(state="attached")
+    assert page.locator("#shown").inner_text() == "1 of 30"
+    assert page.locator(".run input").first.is_checked(), "the newest run is the first of the list"
+    assert page.evaluate("(box => box.scrollHeight > box.clientHeight)(document.getElementById('sidebar'))")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1300
+    page.get_by_label("find a run").fill("name-17")
+    assert page.locator(".run:visible .name").all_inner_texts() == ["a-run-with-a-longer-name-17"]
+    page.locator(".run:visible input").check()
+    page.locator('g.series[data-run="a-run-with-a-longer-name-17"]').first.wait_for(state="attached")
+
+
+def test_an_event_label_is_never_broken(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    for name in ("first", "a-run-with-a-much-longer-name-than-the-other"):
+        run = make_run(tmp_path / "runs" / name)
+        event = {"time": "2026-01-01T00:00:07", "event": "no_trainable_samples", "step": 7, "reasons": "x" * 300}
+        write_lines(run / "events.jsonl", [event])
+    served = serve(tmp_path / "runs")
+    for width in (420, 1300):
+        page.set_viewport_size({"width": width, "height": 900})
+        if width == 420:
+            open_dashboard(page, served)
+        label = page.locator(".events td", has_text="no trainable samples").first
+        label.wait_for()
+        lines = """(cell) => {
+            const range = document.createRange();
+            range.selectNodeContents(cell);
+            return new Set([...range.getClientRects()].map((box) => box.top)).size;
+        }"""
+        assert label.evaluate(lines) == 1
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_zoom_smoothing_and_log_axis_change_the_curves(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -472,9 +607,9 @@ def test_the_readout_is_empty_beyond_the_end_of_a_run(page: Any, serve: Callable
     page.locator(".chart svg").first.focus()
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
-    readout = page.locator(".chart .legend").first.inner_text()
-    assert "short: reward –" in readout
-    assert "long: reward 0.69" in readout
+    readout = page.locator(".chart .legend").first.locator(".key").first
+    assert readout.locator('[data-run="short"]').inner_text() == "–"
+    assert readout.locator('[data-run="long"]').inner_text() == "0.69"
 
 
 def test_a_late_response_does_not_replace_a_newer_one(browser: Any, serve: Callable[..., Any], tmp_path: Path) -> None:

@@ -258,7 +258,9 @@ class VllmEngine:
         assert self.context is not None
         waiting = [g for g in growing if len(g.ids) < g.limit]
         while waiting:
-            requests = [g.request(self.context.stop_ids) for g in waiting]
+            # Read anew each time: another thread may send weights meanwhile.
+            salt = next(reversed(self._labels), "")
+            requests = [g.request(self.context.stop_ids, salt) for g in waiting]
             for g, output in zip(waiting, self.host.generate(requests, routes=routes), strict=True):
                 g.add(output)
             waiting = _unfinished(waiting, controls)
@@ -376,7 +378,7 @@ class _Growing:
     cut: bool = False
     """Whether the end of its thinking was inserted."""
 
-    def request(self, stop_ids: tuple[int, ...]) -> Request:
+    def request(self, stop_ids: tuple[int, ...], salt: str) -> Request:
         """The request for the next tokens."""
         s, done = self.sampling, len(self.ids)
         limit = min(self.limit, done + ROUND) if s.stop else self.limit
@@ -388,6 +390,7 @@ class _Growing:
             seed=stream_key(self.key, "continued", self.prompt.id, done) if done else self.key,
             sampling=replace(s, max_tokens=limit - done, min_tokens=min(max(0, s.min_tokens - done), limit - done)),
             stop_ids=stop_ids,
+            salt=salt,
         )
 
     def add(self, output: RequestOutput) -> None:

@@ -44,7 +44,7 @@ def check_canary(
     # Without top-p and top-k: the learner's log-probs are over the whole vocabulary.
     sampling = Sampling(max_tokens=min(TOKENS, limit), temperature=temperature)
     requests = [
-        Request(prompt_ids=p.token_ids, seed=i, sampling=sampling, stop_ids=stop_ids)
+        Request(prompt_ids=p.token_ids, seed=i, sampling=sampling, stop_ids=stop_ids, salt=label)
         for i, p in enumerate(prompts[:PROMPTS])
     ]
     outputs = generate(requests)

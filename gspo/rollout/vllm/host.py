@@ -25,6 +25,9 @@ class Request:
     """Seed of its own random stream."""
     sampling: Sampling
     stop_ids: tuple[int, ...]
+    salt: str = ""
+    """Label of the weights at the time of the request. Only requests with the same one share cached keys and values: a
+    request that runs during a weight update leaves keys and values of older weights behind."""
 
     def settings(self) -> dict[str, Any]:
         """The arguments of vLLM's `SamplingParams`. Only our stop tokens end a completion; the model's own

@@ -202,7 +202,9 @@ class InProcessHost:
     def generate(self, requests: Sequence[Request], *, routes: bool) -> list[RequestOutput]:
         from vllm import SamplingParams
 
-        prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
+        prompts = [
+            {"prompt_token_ids": list(r.prompt_ids), **({"cache_salt": r.salt} if r.salt else {})} for r in requests
+        ]
         params = [SamplingParams(**r.settings()) for r in requests]
         with self._lock:
             try:

@@ -277,6 +277,7 @@ class ServerHost:
         name = f"gspo{self._name}x{next(self._numbers)}"
         body = {"request_id": name, "token_ids": list(request.prompt_ids), "sampling_params": request.settings()}
         body |= {"model": ADAPTER} if self.adapters else {}
+        body |= {"cache_salt": request.salt} if request.salt else {}
         response = server.client.post("/inference/v1/generate", body, timeout_s=self.limits.request_s)
         if trusted is None:
             self._await_sync(server)

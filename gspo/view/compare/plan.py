@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo import config as settings
-from gspo.config import Config, differing, flat
+from gspo.config import Config, LogConfig, differing, flat
 from gspo.errors import ConfigError, GspoError
 from gspo.view.compare.arms import Arm
 from gspo.view.compare.curves import Run, read_run
@@ -141,7 +141,7 @@ def start_job(out: Path, shared: Config, seed: int) -> Job:
     """The cold start of a seed: a run without training steps."""
     path = start_path(out, seed)
     # A cold start has no training steps to log.
-    log = dataclasses.replace(shared.log, sinks=())
+    log = LogConfig(rollouts=shared.log.rollouts)
     config = dataclasses.replace(shared, run_dir=str(path), seed=seed, steps=0, tokens=0, log=log)
     return _job(out, f"start, seed {seed}", path, config)
 

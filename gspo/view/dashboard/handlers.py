@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gspo.record.metric_definitions import Section
 from gspo.record.run_format import ObjectiveFacts
 from gspo.redact import known_secrets, redacted
 from gspo.view.completions import FILTERS, ORDERS
@@ -55,6 +56,7 @@ def page_setup() -> dict[str, Any]:
     """Static data of the page: panels, phases, headings, filters."""
     times = phases().as_data()
     return {
+        "sections": list(Section),
         "panels": [panel.as_data() for panel in panels()],
         "phases": {**times, "curves": [*times["curves"], {"key": "other", "label": "other"}]},
         "headings": step_headings(),

@@ -69,17 +69,24 @@ class Replay:
 
 def replay(request: Request) -> int:
     """Replay a step, print the result and write the report."""
-    from gspo.view.replay.report import as_text, write
+    from gspo.view.replay.report import as_text
 
     result = compute(request)
     print(as_text(result))
+    page = written(request, result)
+    print(f"\nPage:     {page}\nNumbers:  {page.parent / 'replay.json'}")
+    return 0
+
+
+def written(request: Request, result: Replay) -> Path:
+    """Write the report. Returns the page."""
+    from gspo.view.replay.report import write
+
     out = Path(request.out or _default_out(result.run, result.step))
     try:
-        page = write(out, result)
+        return write(out, result)
     except OSError as error:
         raise ConfigError(f"-o: {out}: {error.strerror}; choose another folder") from None
-    print(f"\nPage:     {page}\nNumbers:  {out / 'replay.json'}")
-    return 0
 
 
 def compute(request: Request) -> Replay:

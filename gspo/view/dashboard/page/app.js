@@ -3,12 +3,13 @@
 
 const POLL_MS = 2000;
 const POINTS = 400;
+const FEW = 6; // so many runs are all shown at first
 const main = document.getElementById("main");
 const problem = document.getElementById("problem");
 const etags = new Map();
 const state = {
   setup: null, runs: [], shown: new Set(), chosen: false, filters: { text: "", only: "", order: "" }, matches: [],
-  data: new Map(), smooth: 0.6, x: "step", first: null, last: null, view: null,
+  data: new Map(), smooth: 0.6, x: "step", first: null, last: null, view: null, highlighted: null,
 };
 
 // The session token. Local storage belongs to this host and port; a cookie would be sent to other ports, too.
@@ -58,34 +59,86 @@ function runStatus(run) {
   return `${run.state}, step ${run.step.toLocaleString("en")}${of}${pace}`;
 }
 
-function drawChips() {
-  const nav = document.getElementById("runs");
-  const focused = document.activeElement?.dataset?.run;
-  // Selected runs first, so that they are visible among many.
-  const sorted = [...state.runs].sort((a, b) => Number(state.shown.has(b.name)) - Number(state.shown.has(a.name)));
-  nav.replaceChildren(...sorted.map((run) => {
-    const on = state.shown.has(run.name);
-    const attributes = {
-      type: "button", class: `chip state-${run.state}`, "data-run": run.name, "aria-pressed": String(on),
-      title: run.why || (on ? "hide this run" : "show this run"), onclick: () => toggle(run.name),
-    };
-    return node("button", attributes, node("span", { class: `dot f${colorOf(run.name)}` }), node("span", {}, run.name),
-      node("span", { class: "soft state" }, runStatus(run)));
-  }));
-  if (focused) [...nav.children].find((c) => c.dataset.run === focused)?.focus();
+const rows = new Map(); // the row of the sidebar by run
+
+function sidebarRow(name) {
+  const box = node("input", { type: "checkbox", class: `a${colorOf(name)}`, onchange: () => select(name, box.checked) });
+  const only = { type: "button", class: "only", title: "show only this run", "aria-label": `show only ${name}` };
+  const status = node("span", { class: "soft state" }), bar = node("progress", { "aria-hidden": "true" });
+  const label = node("label", { title: name }, box, node("span", { class: `dot f${colorOf(name)}` }),
+    node("span", { class: "name" }, name));
+  const button = node("button", { ...only, onclick: () => selectAll([name]) }, "only");
+  const root = node("li", { "data-run": name }, label, button, status, bar);
+  for (const [event, fade] of [["pointerenter", name], ["pointerleave", null], ["focusin", name], ["focusout", null]]) {
+    root.addEventListener(event, () => highlight(fade));
+  }
+  return { root, box, status, bar };
 }
 
-function toggle(name) {
+// The rows stay in place, so that a click never meets another run than the one under the pointer.
+function drawSidebar() {
+  const list = document.getElementById("runs");
+  document.body.classList.toggle("single", state.runs.length === 1);
+  for (const run of state.runs) {
+    if (!rows.has(run.name)) {
+      rows.set(run.name, sidebarRow(run.name));
+      // Of many runs, the newest are at the top.
+      if (state.runs.length > FEW) list.prepend(rows.get(run.name).root);
+      else list.append(rows.get(run.name).root);
+    }
+    const { root, box, status, bar } = rows.get(run.name);
+    root.className = `run state-${run.state}`;
+    box.checked = state.shown.has(run.name);
+    const text = visible(runStatus(run));
+    if (status.textContent !== text) status.textContent = text;
+    status.title = visible(run.why || "");
+    bar.hidden = !run.steps || run.state !== "running";
+    if (run.steps) Object.assign(bar, { max: run.steps, value: Math.min(run.step, run.steps) });
+  }
+  const shown = state.runs.filter((r) => state.shown.has(r.name)).length;
+  document.getElementById("shown").textContent = `${shown} of ${state.runs.length}`;
+  document.getElementById("find").hidden = state.runs.length <= FEW;
+}
+
+// Fade the curves of the other runs.
+function highlight(name) {
+  state.highlighted = name;
+  const known = name !== null && state.shown.has(name) && state.shown.size > 1;
+  for (const g of document.querySelectorAll("g.series")) g.classList.toggle("faded", known && g.dataset.run !== name);
+}
+
+function select(name, on) {
+  if (on) state.shown.add(name);
+  else state.shown.delete(name);
+  selectAll(state.shown);
+}
+
+function selectAll(names) {
   state.chosen = true;
-  if (state.shown.has(name) && state.shown.size > 1) state.shown.delete(name);
-  else state.shown.add(name);
-  drawChips();
+  state.shown = new Set(names);
+  saveSelection();
+  drawSidebar();
   refresh(true);
+}
+
+// The selected runs are a part of the address, so that a reload, a bookmark and a second tab show them.
+function saveSelection() {
+  if (!state.chosen || state.view?.kind !== "overview") return;
+  const names = state.runs.map((r) => r.name).filter((name) => state.shown.has(name));
+  if (names.length === state.runs.length && names.length <= FEW) history.replaceState(null, "", "#/");
+  else history.replaceState(null, "", `#/?runs=${names.map(encodeURIComponent).join(",")}`);
+}
+
+function readSelection() {
+  const names = new URLSearchParams(location.hash.split("?")[1] || "").get("runs");
+  if (names === null) return;
+  state.chosen = true;
+  state.shown = new Set(names.split(",").filter(Boolean));
 }
 
 function firstShown(runs) {
   // A few runs are all shown; of many only the newest, which is last.
-  return new Set((runs.length > 6 ? runs.slice(-1) : runs).map((r) => r.name));
+  return new Set((runs.length > FEW ? runs.slice(-1) : runs).map((r) => r.name));
 }
 
 let asking = 0, refreshes = 0;
@@ -98,7 +151,7 @@ async function refresh(force = false) {
     const before = new Map(state.runs.map((r) => [r.name, r.version]));
     state.runs = runs;
     if (!state.chosen) state.shown = firstShown(runs);
-    drawChips();
+    drawSidebar();
     if (state.view?.kind === "overview") {
       const changed = (r) => force || !state.data.has(r.name) || before.get(r.name) !== r.version;
       const stale = runs.filter((r) => state.shown.has(r.name) && changed(r));
@@ -145,7 +198,7 @@ function buildOverview() {
   }));
   const view = { kind: "overview", charts };
   view.findings = node("div", {});
-  view.times = node("div", {});
+  view.times = node("div", { class: "grid" });
   view.timelines = node("div", {});
   view.events = node("tbody", {});
   view.whole = node("button", { type: "button", hidden: true, onclick: () => zoom(null, null) }, "show all steps");
@@ -159,15 +212,21 @@ function buildOverview() {
     node("option", { value: "step" }, "steps"), node("option", { value: "tokens" }, "sampled tokens"));
   axis.value = state.x;
   const scroll = { class: "scroll", tabindex: 0, role: "region", "aria-label": "Events" };
+  view.timesCard = node("section", { class: "card times" }, node("h3", {}, state.setup.phases.title), view.times);
+  const closed = saved("gspo-closed", []);
+  const changed = (title, open) => {
+    const others = saved("gspo-closed", []).filter((t) => t !== title);
+    save("gspo-closed", open ? others : [...others, title]);
+  };
+  const extra = { System: [view.timesCard, view.timelines] };
+  view.sections = new Sections(state.setup.sections, charts, extra, new Set(closed), changed);
   main.replaceChildren(
     node("section", { class: "card" }, node("h2", {}, "Diagnosis"), view.findings),
     node("div", { class: "controls" },
       node("label", {}, "smoothing ", smooth), node("label", {}, "x-axis ", axis), view.whole, view.partial),
-    node("div", { class: "grid" }, ...charts.map((c) => c.root)),
-    node("section", { class: "card times" }, node("h2", {}, state.setup.phases.title), view.times),
-    view.timelines,
+    ...view.sections.roots,
     node("section", { class: "card" },
-      node("h2", {}, "Events"), node("div", scroll, node("table", {}, view.events))),
+      node("h2", {}, "Events"), node("div", scroll, node("table", { class: "events" }, view.events))),
     view.about = node("div", {}));
   state.view = view;
 }
@@ -179,18 +238,21 @@ function drawOverview() {
     .map((r) => ({ name: r.name, color: colorOf(r.name), ...state.data.get(r.name) }));
   view.whole.hidden = state.first === null;
   view.partial.hidden = !runs.some((r) => r.partial);
-  const marks = state.x === "step" ? runs.flatMap((r) => marksOf(r.events)) : [];
+  const marks = state.x === "step" ? runs.flatMap(marksOf) : [];
   const unit = state.x === "step" ? "step" : "token";
   const options = { smooth: state.smooth, first: state.first, last: state.last, unit };
   view.charts.forEach((chart) => chart.update(seriesOf(chart.panel, runs), marks, options));
-  const title = (r) => (runs.length > 1 ? node("p", { class: `f${r.color}` }, r.name) : null);
-  view.findings.replaceChildren(...runs.map((r) => node("div", {}, title(r), findingList(r.findings))));
+  view.findings.replaceChildren(groupedFindings(runs));
   if (runs.every((r) => !r.findings.length)) {
-    view.findings.replaceChildren(node("p", { class: "soft" }, "There are not enough steps for a diagnosis yet."));
+    const why = runs.length ? "There are not enough steps for a diagnosis yet." : "Select a run to see its curves.";
+    view.findings.replaceChildren(node("p", { class: "soft" }, why));
   }
   const timed = runs.filter((r) => r.phases.x.length);
   view.times.replaceChildren(...timed.map((r) => drawTimes(state.setup.phases.curves, r.phases, r.name)));
+  view.timesCard.hidden = !timed.length;
   view.timelines.replaceChildren(...timelineCard(runs));
+  view.sections.update();
+  highlight(state.highlighted);
   view.events.replaceChildren(...eventTable(runs));
   const names = runs.map((r) => r.name).join();
   if (view.aboutOf !== names) { view.aboutOf = names; drawAbout(runs, view); }
@@ -349,11 +411,13 @@ async function route() {
   window.scrollTo(0, 0);
   const here = location.hash;
   try {
-    const parts = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
+    readSelection();
+    const parts = location.hash.split("?")[0].replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
     const numbers = parts.slice(1).map(Number);
+    document.body.dataset.view = parts.length > 1 ? "rollouts" : "overview";
     if (parts.length === 2 && numbers.every(Number.isInteger)) await showStep(parts[0], numbers[0]);
     else if (parts.length === 4 && numbers.every(Number.isInteger)) await showCompletion(parts[0], ...numbers);
-    else { buildOverview(); await refresh(true); }
+    else { buildOverview(); await refresh(true); saveSelection(); }
     showProblem("");
   } catch (error) {
     if (location.hash !== here) return;
@@ -376,6 +440,29 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "/" && state.view?.search) { event.preventDefault(); state.view.search.focus(); }
 });
 
+// Preferences. Without storage, they last until the page is closed.
+const preferences = new Map();
+function saved(key, otherwise) {
+  try { return JSON.parse(localStorage.getItem(key)) ?? otherwise; } catch { return preferences.get(key) ?? otherwise; }
+}
+function save(key, value) {
+  preferences.set(key, value);
+  try { localStorage.setItem(key, JSON.stringify(value)); } catch { /* kept in `preferences` */ }
+}
+
+function showSidebar(on) {
+  document.body.classList.toggle("narrowed", !on);
+  document.getElementById("toggle").setAttribute("aria-expanded", String(on));
+  save("gspo-sidebar", on);
+}
+document.getElementById("toggle").addEventListener("click", () => showSidebar(!saved("gspo-sidebar", true)));
+document.getElementById("all").addEventListener("click", () => selectAll(state.runs.map((r) => r.name)));
+document.getElementById("none").addEventListener("click", () => selectAll([]));
+document.getElementById("find").addEventListener("input", (event) => {
+  const wanted = event.target.value.toLowerCase();
+  for (const [name, { root }] of rows) root.hidden = !name.toLowerCase().includes(wanted);
+});
+
 const themes = ["system", "light", "dark"];
 function theme(name) {
   if (name === "system") delete document.documentElement.dataset.theme;
@@ -389,9 +476,10 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 
 async function start() {
-  let saved = "system";
-  try { saved = localStorage.getItem("gspo-theme") || saved; } catch { /* as above */ }
-  theme(themes.includes(saved) ? saved : "system");
+  let chosen = "system";
+  try { chosen = localStorage.getItem("gspo-theme") || chosen; } catch { /* as above */ }
+  theme(themes.includes(chosen) ? chosen : "system");
+  showSidebar(saved("gspo-sidebar", true));
   // A new link pasted into an open page changes only the hash, so the page must reload to use its key.
   window.addEventListener("hashchange", () => {
     if (location.hash.startsWith("#key=")) location.reload();

@@ -4,6 +4,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const COLORS = 7;
 const DASHES = ["", "6 3", "2 3", "9 3 2 3"];
+const MOST_VALUES = 8; // of a curve in a legend
 const MARGIN = { left: 48, right: 10, top: 8, bottom: 20 };
 
 const INVISIBLE = new RegExp([
@@ -119,13 +120,22 @@ class Chart {
     this.marks = [];
     this.view = {};
     this.cursor = null;
+    this.values = [];
+    this.position = node("span", {});
     const tool = { type: "button", class: "tool", "aria-pressed": String(this.log), title: "logarithmic axis" };
     this.logButton = node("button", { ...tool, onclick: () => this.toggleLog() }, "log");
     this.svg = node("svg:svg", { tabindex: 0, role: "img", "aria-label": panel.title });
+    this.hidden = new Set(); // labels of curves that the user has hidden
     this.legend = node("div", { class: "legend", "aria-live": "off" });
-    const header = node("header", {}, node("h2", {}, panel.title), this.logButton);
-    const what = node("p", { class: "soft what" }, panel.what);
-    this.root = node("section", { class: "card chart" }, header, this.svg, this.legend, what);
+    const what = node("p", { class: "soft what", hidden: true }, panel.what);
+    const explain = () => {
+      what.hidden = !what.hidden;
+      this.whatButton.setAttribute("aria-expanded", String(!what.hidden));
+    };
+    const help = { type: "button", class: "tool", "aria-expanded": "false", title: panel.what, onclick: explain };
+    this.whatButton = node("button", { ...help, "aria-label": `What ${panel.title} shows` }, "?");
+    const header = node("header", {}, node("h3", {}, panel.title), this.whatButton, this.logButton);
+    this.root = node("section", { class: "card chart" }, header, what, this.svg, this.legend);
     this.listen();
     if (typeof ResizeObserver !== "undefined") new ResizeObserver(() => this.draw()).observe(this.svg);
   }
@@ -134,6 +144,7 @@ class Chart {
   // view: {smooth, first, last}.
   update(series, marks, view) {
     Object.assign(this, { series, marks, view });
+    this.buildLegend();
     const empty = this.panel.hide_zero && series.every((s) => s.y.every((v) => !v));
     this.root.hidden = !series.length || empty;
     this.draw();
@@ -150,7 +161,7 @@ class Chart {
     const keep = (v) => drawable(v, this.log);
     let [x0, x1] = extent(this.series.map((s) => s.x));
     if (this.view.first !== undefined && this.view.first !== null) [x0, x1] = [this.view.first, this.view.last];
-    const values = this.series.flatMap((s) => [s.y, s.bandLow || [], s.bandHigh || []]);
+    const values = this.visible.flatMap((s) => [s.y, s.bandLow || [], s.bandHigh || []]);
     let [y0, y1] = extent(values.map((list) => list.filter(keep)));
     if (y0 > y1) [y0, y1] = this.log ? [0.1, 1] : [0, 1];
     if (y1 - y0 <= 1e-9 * Math.max(Math.abs(y0), Math.abs(y1))) y0 = y1 = (y0 + y1) / 2;
@@ -180,7 +191,7 @@ class Chart {
     const clipPath = node("svg:clipPath", { id: clip }, node("svg:rect", { x: MARGIN.left, y: 0, ...inner }));
     this.svg.replaceChildren(clipPath, ...this.grid(axes), plot);
     for (const mark of this.marks) plot.append(this.markLine(mark, x, height));
-    this.series.forEach((s) => plot.append(...this.lines(s, x, y)));
+    this.visible.forEach((s) => plot.append(node("svg:g", { class: "series", "data-run": s.run }, ...this.lines(s, x, y))));
     const top = MARGIN.top, bottom = height - MARGIN.bottom, visibility = "hidden";
     this.cursorLine = node("svg:line", { class: "cursor", y1: top, y2: bottom, visibility });
     this.selection = node("svg:rect", { class: "selection", y: top, height: bottom - top, visibility });
@@ -209,7 +220,8 @@ class Chart {
   markLine(mark, x, height) {
     const at = x.at(mark.x);
     const line = { class: `mark ${mark.kind}`, x1: at, x2: at, y1: MARGIN.top, y2: height - MARGIN.bottom };
-    return node("svg:line", line, node("svg:title", {}, `${mark.x}: ${mark.text}`));
+    const text = this.several ? `${mark.run}: ${mark.text}` : mark.text;
+    return node("svg:line", line, node("svg:title", {}, `${mark.x}: ${text}`));
   }
 
   lines(s, x, y) {
@@ -242,6 +254,14 @@ class Chart {
     return elements;
   }
 
+  get visible() {
+    return this.series.filter((s) => !this.hidden.has(s.label));
+  }
+
+  get several() {
+    return new Set(this.series.map((s) => s.run)).size > 1;
+  }
+
   // The value of a curve at the cursor: its last point up to there, or a dash outside of the curve.
   valueAt(s, x) {
     const gap = s.x.length > 1 ? (s.x[s.x.length - 1] - s.x[0]) / (s.x.length - 1) : 1;
@@ -249,9 +269,45 @@ class Chart {
     let i = nearest(s.x, x);
     if (s.x[i] > x + gap / 2 || (!s.smooth && s.x[i] > x)) i = Math.max(0, i - 1);
     const form = this.panel.form;
+    if (this.several) return format(s.y[i], form);
     const spread = s.low && s.low[i] !== s.high[i] ? ` (${format(s.low[i], form)} to ${format(s.high[i], form)})` : "";
     const other = !s.smooth && s.x[i] !== x ? ` at ${Math.round(s.x[i]).toLocaleString("en")}` : "";
     return format(s.y[i], form) + spread + other;
+  }
+
+  // One entry per curve of the panel. With several runs it has a value of each, marked with the color of the run.
+  buildLegend() {
+    const key = this.series.map((s) => [s.run, s.label, s.color, s.dash].join()).join("|");
+    if (key === this.legendKey) return;
+    this.legendKey = key;
+    this.position = node("span", { class: "soft position", hidden: true });
+    this.values = [];
+    const labels = [...new Set(this.series.map((s) => s.label))];
+    this.legend.replaceChildren(this.position, ...labels.map((label) => this.legendEntry(label, labels.length)));
+  }
+
+  legendEntry(label, count) {
+    const own = this.series.filter((s) => s.label === label);
+    const color = own.every((s) => s.color === own[0].color) ? `s${own[0].color % COLORS}` : "neutral";
+    const dash = DASHES[own[0].dash % DASHES.length] || null;
+    const sample = node("svg:line", { class: `line ${color}`, "stroke-dasharray": dash, x1: 0, x2: 24, y1: 5, y2: 5 });
+    const toggle = () => {
+      if (this.hidden.has(label)) this.hidden.delete(label);
+      else this.hidden.add(label);
+      button.setAttribute("aria-pressed", String(!this.hidden.has(label)));
+      this.draw();
+    };
+    const pressed = { "aria-pressed": String(!this.hidden.has(label)), disabled: count < 2 };
+    const button = node("button", { type: "button", ...pressed, title: "show or hide this curve", onclick: toggle },
+      node("svg:svg", { "aria-hidden": "true" }, sample), label);
+    const values = own.slice(0, MOST_VALUES).map((s) => {
+      const text = node("span", {});
+      this.values.push({ at: this.series.indexOf(s), text });
+      const dot = this.several ? node("span", { class: `dot f${s.color % COLORS}` }) : null;
+      return node("span", { class: "value", "data-run": s.run, title: this.several ? s.run : null }, dot, text);
+    });
+    const more = own.length > MOST_VALUES ? node("span", { class: "soft" }, `and ${own.length - MOST_VALUES} more runs`) : null;
+    return node("span", { class: "key" }, button, ...values, more);
   }
 
   // Move the cursor line and show the values of all curves there, or the latest values without a cursor.
@@ -262,14 +318,12 @@ class Chart {
       this.cursorLine.setAttribute("visibility", inside ? "visible" : "hidden");
       if (inside) for (const end of ["x1", "x2"]) this.cursorLine.setAttribute(end, this.scale.x.at(x));
     }
-    const keys = this.series.map((s) => {
-      const style = { class: `line s${s.color % COLORS}`, "stroke-dasharray": DASHES[s.dash % DASHES.length] || null };
-      const sample = node("svg:line", { ...style, x1: 0, x2: 24, y1: 5, y2: 5 });
-      const value = this.valueAt(s, x === null ? s.x[s.x.length - 1] : x);
-      return node("span", { class: "key" }, node("svg:svg", { "aria-hidden": "true" }, sample), `${s.label} ${value}`);
-    });
-    const position = x === null ? "" : `${this.view.unit || "step"} ${Math.round(x).toLocaleString("en")}`;
-    this.legend.replaceChildren(...(position ? [node("span", { class: "soft" }, position)] : []), ...keys);
+    for (const { at, text } of this.values) {
+      const s = this.series[at];
+      text.textContent = this.valueAt(s, x === null ? s.x[s.x.length - 1] : x);
+    }
+    this.position.hidden = x === null;
+    this.position.textContent = x === null ? "" : `${this.view.unit || "step"} ${Math.round(x).toLocaleString("en")}`;
   }
 
   points() {
@@ -290,7 +344,8 @@ class Chart {
         if (v === null || (this.log && v <= 0) || x > s.x[s.x.length - 1]) return Infinity;
         return Math.abs(this.scale.y.at(v) - y);
       };
-      return this.series.reduce((a, b) => (distance(b) < distance(a) ? b : a)).run;
+      const candidates = this.visible.length ? this.visible : this.series;
+      return candidates.reduce((a, b) => (distance(b) < distance(a) ? b : a)).run;
     };
     const snapped = (pixel) => { const xs = this.points(); return xs[nearest(xs, this.scale.x.back(pixel))]; };
     this.svg.addEventListener("pointermove", (event) => {
@@ -402,18 +457,33 @@ function drawTimeline(rows, name) {
     "aria-label": `${name}: when each step was sampled and trained on`,
   });
   const x = (t) => ((t - first) / Math.max(last - first, 1e-9)) * W;
-  const bar = (from, to, y, step, what) => {
+  const bar = (from, to, y, step, what, height = LANE) => {
     const width = Math.max(x(to) - x(from), 0.5).toFixed(2);
-    const d = `M${x(from).toFixed(2)} ${y}h${width}v${LANE}h-${width}Z`;
+    const d = `M${x(from).toFixed(2)} ${y}h${width}v${height}h-${width}Z`;
     const text = `step ${step}: ${what} for ${(to - from).toPrecision(3)} s`;
     svg.append(node("svg:path", { class: `f${step % COLORS}`, d }, node("svg:title", {}, text)));
   };
+  // Batches that are sampled in the same turn, with the weights of one step, share its time: they are drawn on top of
+  // each other.
+  const turns = new Map();
+  rows.forEach((r) => (r.turns || []).forEach(([weights, start, end]) => {
+    if (!turns.has(weights)) turns.set(weights, { start, end, steps: [] });
+    turns.get(weights).steps.push(r.step);
+  }));
+  turns.forEach((turn, weights) => turn.steps.forEach((step, i) => {
+    const height = LANE / turn.steps.length;
+    const what = `a turn with the weights of step ${weights}`;
+    bar(turn.start, turn.end, (i * height).toFixed(2), step, what, height.toFixed(2));
+  }));
   rows.forEach((r) => {
-    bar(r.sample_start, r.sample_end, 0, r.step, "sampled and scored");
+    if (!turns.size) bar(r.sample_start, r.sample_end, 0, r.step, "sampled and scored");
     bar(r.learn_start, r.learn_end, LANE + GAP, r.step, "trained on");
   });
-  const busy = (from, to) => format(rows.reduce((sum, r) => sum + r[to] - r[from], 0) / (last - first || 1), "share");
-  const summary = `${name}: above, sampling and scoring of a batch (${busy("sample_start", "sample_end")} of the time);`
+  const busy = (from, to) => share(rows.map((r) => [r[from], r[to]]));
+  const share = (spans) => format(spans.reduce((sum, [from, to]) => sum + to - from, 0) / (last - first || 1), "share");
+  const sampling = turns.size ? share([...turns.values()].map((t) => [t.start, t.end])) : busy("sample_start", "sample_end");
+  const parts = turns.size ? "; each turn has newer weights, and batches that share it are on top of each other" : "";
+  const summary = `${name}: above, sampling and scoring of a batch (${sampling} of the time${parts});`
     + ` below, training on it (${busy("learn_start", "learn_end")}). Steps ${rows[0].step} to`
     + ` ${rows[rows.length - 1].step}, ${(last - first).toPrecision(3)} s; a batch has one color.`;
   return node("div", { class: "chart" }, node("p", { class: "soft what" }, summary), svg);
@@ -443,17 +513,48 @@ function named(curve, run) {
 // One curve per run and metric. The color is the run if there are several, else the metric.
 function seriesOf(panel, runs) {
   const several = runs.length > 1;
-  return runs.flatMap((run) => panel.curves.flatMap((curve) => named(curve, run)).flatMap((curve, number) => {
-    const found = run.curves[curve.key];
-    if (!found) return [];
+  const curves = runs.flatMap((run) => panel.curves.flatMap((curve) => named(curve, run))
+    .filter((curve) => run.curves[curve.key]).map((curve) => ({ run, curve })));
+  // Runs may have different evaluation sets: a label has the same dashes in all of them.
+  const labels = [...new Set(curves.map(({ curve }) => curve.label))];
+  return curves.map(({ run, curve }) => {
+    const found = run.curves[curve.key], number = labels.indexOf(curve.label);
     const [low, high] = (curve.band || []).map((key) => run.curves[key]?.y);
     const banded = low && high && low.length === found.y.length;
-    return [{
-      run: run.name, label: several ? `${run.name}: ${curve.label}` : curve.label,
-      color: several ? run.color : number, dash: several ? number : 0,
+    return {
+      run: run.name, label: curve.label, color: several ? run.color : number, dash: several ? number : 0,
       smooth: curve.every_step, ...found, bandLow: banded ? low : null, bandHigh: banded ? high : null,
-    }];
-  }));
+    };
+  });
+}
+
+// The panels under their headings, which can be closed. `extra`: more elements by heading. `closed`: those that are
+// closed at first; `changed` is called with the heading and whether it is open.
+class Sections {
+  constructor(titles, charts, extra = {}, closed = new Set(), changed = () => {}) {
+    this.all = titles.map((title) => {
+      const own = charts.filter((c) => c.panel.section === title);
+      const count = node("span", { class: "soft" });
+      const details = node("details", { class: "section", "data-section": title, open: !closed.has(title) },
+        node("summary", {}, node("h2", {}, title), count),
+        node("div", { class: "grid" }, ...own.map((c) => c.root)), ...(extra[title] || []));
+      details.addEventListener("toggle", () => changed(title, details.open));
+      return { own, extra: extra[title] || [], count, details };
+    });
+  }
+
+  get roots() {
+    return this.all.map((s) => s.details);
+  }
+
+  // Hide what has nothing to show.
+  update() {
+    for (const { own, extra, count, details } of this.all) {
+      const shown = own.filter((c) => !c.root.hidden).length;
+      count.textContent = shown ? `${shown} panel${shown === 1 ? "" : "s"}` : "";
+      details.hidden = !shown && !extra.some((e) => e.childElementCount && !e.hidden);
+    }
+  }
 }
 
 // Events that are marked in the charts, and the style of their mark.
@@ -463,7 +564,7 @@ const MARKS = {
   clip_range_limit: "skip", gradient_overflow: "skip", rollback: "alarm", early_stop: "info",
 };
 
-function marksOf(events) {
+function marksOf({ name: run, events }) {
   let marked = [];
   for (const e of events.filter((e) => MARKS[e.event] && Number.isFinite(e.step))) {
     // The curves are those of the history that continues, so events of abandoned steps are only in the table.
@@ -471,27 +572,71 @@ function marksOf(events) {
     marked.push(e);
   }
   marked = marked.slice(-300);
-  const text = (e) => `${e.event} ${e.name || ""} ${e.message || e.reason || ""}`.trim();
-  return marked.map((e) => ({ x: e.step, kind: MARKS[e.event], text: text(e) }));
+  const text = (e) => `${eventLabel(e)} ${e.name || ""} ${e.message || e.reason || ""}`.trim();
+  return marked.map((e) => ({ x: e.step, kind: MARKS[e.event], text: text(e), run }));
+}
+
+// Words, so that a label breaks between them.
+function eventLabel(event) {
+  return String(event.event).replaceAll("_", " ");
+}
+
+function runLabel(run) {
+  return node("span", { class: "label", title: run.name }, node("span", { class: `dot f${run.color % COLORS}` }),
+    node("span", { class: "name" }, run.name));
 }
 
 function eventTable(runs, most = 200) {
-  const events = runs.flatMap((r) => r.events.map((e) => ({ run: r.name, ...e })));
+  const events = runs.flatMap((run) => run.events.map((e) => ({ ...e, run })));
   events.sort((a, b) => String(b.time).localeCompare(String(a.time)));
   const own = ["time", "event", "step", "run"];
   const details = (e) => Object.entries(e).filter(([k, v]) => v !== null && !own.includes(k))
-    .map(([k, v]) => (k === "message" ? String(v) : `${k} ${v}`)).join(", ");
+    .map(([k, v]) => (k === "message" ? String(v) : `${k.replaceAll("_", " ")} ${v}`)).join(", ");
   return events.slice(0, most).map((e) => node("tr", { class: MARKS[e.event] || "" },
-    node("td", { class: "soft" }, String(e.time || "").replace("T", " ")),
-    runs.length > 1 ? node("td", {}, e.run) : null,
-    node("td", {}, e.event),
-    node("td", {}, Number.isFinite(e.step) ? `step ${e.step}` : ""),
-    node("td", {}, details(e))));
+    node("td", { class: "soft whole" }, String(e.time || "").replace("T", " ")),
+    runs.length > 1 ? node("td", { class: "whole" }, runLabel(e.run)) : null,
+    node("td", { class: "whole" }, eventLabel(e)),
+    node("td", { class: "whole" }, Number.isFinite(e.step) ? `step ${e.step}` : ""),
+    node("td", { class: "wide" }, details(e))));
 }
 
+const LEVELS = { bad: "Problem", warn: "Warning", note: "Note", good: "Good" };
+
 function findingList(findings) {
-  const labels = { bad: "Problem", warn: "Warning", note: "Note", good: "Good" };
   return node("ul", { class: "findings" }, ...findings.map((f) => node("li", { class: f.level },
-    node("strong", {}, `${labels[f.level]}: ${f.name}. `), f.what,
+    node("strong", {}, `${LEVELS[f.level]}: ${f.name}. `), f.what,
     f.remedy ? node("span", { class: "soft" }, ` ${f.remedy}`) : null)));
+}
+
+// The findings of several runs by kind, most severe first: a line with the runs that have it, and below it what it says
+// about each. What they have in common is said once. Problems and warnings are open, unless the user has closed them.
+const toggled = new Set();
+
+function groupedFindings(runs) {
+  if (runs.length < 2) return findingList(runs.flatMap((r) => r.findings));
+  const groups = new Map();
+  for (const run of runs) {
+    for (const finding of run.findings) {
+      const key = `${Object.keys(LEVELS).indexOf(finding.level)} ${finding.name}`;
+      groups.set(key, [...(groups.get(key) || []), { run, ...finding }]);
+    }
+  }
+  const sorted = [...groups].sort(([a], [b]) => Number(a[0]) - Number(b[0]));
+  return node("ul", { class: "findings" }, ...sorted.map(([key, found]) => findingGroup(key, found)));
+}
+
+function findingGroup(key, found) {
+  const [{ level, name, what, remedy }] = found;
+  const same = (field) => found.every((f) => f[field] === found[0][field]);
+  const soft = (text) => (text ? node("span", { class: "soft" }, ` ${text}`) : null);
+  const labels = node("span", { class: "labels" }, ...found.map((f) => runLabel(f.run)));
+  const each = found.length === 1 || same("what") ? [node("p", {}, what, same("remedy") ? soft(remedy) : null)] : [
+    node("ul", {}, ...found.map((f) => node("li", {}, runLabel(f.run), f.what, same("remedy") ? null : soft(f.remedy)))),
+    same("remedy") && remedy ? node("p", { class: "soft" }, remedy) : null,
+  ];
+  const usual = level === "bad" || level === "warn";
+  const details = node("details", { class: each.length > 1 ? "each" : null, open: usual !== toggled.has(key) },
+    node("summary", {}, node("strong", {}, `${LEVELS[level]}: ${name}`), labels), ...each);
+  details.addEventListener("toggle", () => toggled[details.open === usual ? "delete" : "add"](key));
+  return node("li", { class: level }, details);
 }

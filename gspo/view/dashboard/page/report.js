@@ -2,7 +2,7 @@
 
 const report = JSON.parse(document.getElementById("data").textContent);
 
-function runCard(run, number) {
+function runCard(run, _, runs) {
   const { environment, settings } = run;
   const packages = Object.entries(environment.packages || {}).filter(([, version]) => version);
   const of = settings.steps && !settings.tokens ? ` of ${settings.steps}` : "";
@@ -13,9 +13,9 @@ function runCard(run, number) {
     `commit ${environment.commit || "unknown"}`,
   ];
   return node("section", { class: "card" },
-    node("h2", { class: `f${number % COLORS}` }, run.name),
+    node("h2", {}, runs.length > 1 ? runLabel(run) : run.name),
     node("p", { class: "soft" }, facts.join(", ")),
-    findingList(run.findings));
+    runs.length > 1 ? null : findingList(run.findings));
 }
 
 function differenceTable(runs) {
@@ -40,19 +40,25 @@ function buildReport() {
   const cursor = (x) => charts.forEach((c) => c.showCursor(x));
   const charts = report.setup.panels.map((panel) => new Chart(panel, { cursor }));
   const smooth = node("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0.6, oninput: () => draw() });
-  const marks = runs.flatMap((r) => marksOf(r.events));
-  const draw = () => charts.forEach((c) => c.update(seriesOf(c.panel, runs), marks, { smooth: Number(smooth.value) }));
+  const marks = runs.flatMap(marksOf);
+  const draw = () => {
+    charts.forEach((c) => c.update(seriesOf(c.panel, runs), marks, { smooth: Number(smooth.value) }));
+    sections.update();
+  };
   const timed = runs.filter((r) => r.phases.x.length);
   const times = timed.map((r) => drawTimes(report.setup.phases.curves, r.phases, r.name));
   const examples = exampleCards(runs);
-  const events = node("table", {}, node("tbody", {}, ...eventTable(runs)));
+  const timesCard = node("section", { class: "card times" }, node("h3", {}, report.setup.phases.title),
+    node("div", { class: "grid" }, ...times));
+  timesCard.hidden = !times.length;
+  const sections = new Sections(report.setup.sections, charts, { System: [timesCard, ...timelineCard(runs)] });
+  const diagnosis = node("section", { class: "card" }, node("h2", {}, "Diagnosis"), groupedFindings(runs));
+  const events = node("table", { class: "events" }, node("tbody", {}, ...eventTable(runs)));
   document.getElementById("main").replaceChildren(...[
     node("h1", {}, runs.map((r) => r.name).join(" · ")),
-    ...runs.map(runCard), differenceTable(runs),
+    ...runs.map(runCard), runs.length > 1 ? diagnosis : null, differenceTable(runs),
     node("div", { class: "controls" }, node("label", {}, "smoothing ", smooth)),
-    node("div", { class: "grid" }, ...charts.map((c) => c.root)),
-    node("section", { class: "card times" }, node("h2", {}, report.setup.phases.title), ...times),
-    ...timelineCard(runs),
+    ...sections.roots,
     examples.length ? node("h2", {}, "Example completions") : null, ...examples,
     node("details", { class: "card" }, node("summary", {}, "Events"), events),
   ].filter(Boolean));

@@ -1,0 +1,145 @@
+"""`gspo.evaluate`: pass@k and avg@k of a run or a model, from Python.
+
+In: a run or a model, and problems. Out: an `EvaluationResult`. Invariant: it is `gspo eval`, so a model is never
+evaluated on problems that it was trained on, nor on duplicates of them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from gspo.api import inputs
+from gspo.api.rewards import Rewards, locate
+from gspo.api.run import Run
+from gspo.api.settings import pairs_of
+from gspo.commands.command import quiet_libraries
+from gspo.commands.eval import evaluate_model
+from gspo.config import toml_value, type_of
+from gspo.evaluation import Estimate
+from gspo.reward import in_process
+
+WHERE = "gspo.evaluate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """The numbers of an evaluation, and every completion."""
+
+    model: str
+    """The model or checkpoint that was evaluated."""
+    problems: int
+    samples: int
+    """Completions per problem."""
+    unscored: int
+    """Completions without a verdict, which are excluded."""
+    numbers: Mapping[str, Estimate]
+    """`avg@k`, `pass@k`, `reward` and `greedy`, each with its 95 % interval."""
+    completions: Sequence[Mapping[str, Any]]
+    """Every completion with its prompt, reward and verdict."""
+    text: str
+    """The numbers as `gspo eval` prints them."""
+
+    @property
+    def accuracy(self) -> Estimate:
+        """Mean correctness of one sampled completion."""
+        return self.numbers[next(name for name in self.numbers if name.startswith("pass@"))]
+
+    def __getitem__(self, name: str) -> Estimate:
+        return self.numbers[name]
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def evaluate(
+    model: str | os.PathLike[str] | Run,
+    data: Any = None,
+    *,
+    rewards: Any = None,
+    k: int | Sequence[int] = 1,
+    samples: int | None = None,
+    limit: int | None = None,
+    greedy: bool = False,
+    set: str | None = None,
+    recipe: str | os.PathLike[str] | None = None,
+    checkpoint: str | int = "newest",
+    seed: int = 0,
+    trust_run: bool = False,
+    **settings: Any,
+) -> EvaluationResult:
+    """pass@k and avg@k of a run or a model, with 95 % intervals.
+
+    - `model`: a run (its newest `checkpoint`, or `best`, or a step), a model directory or a hub name.
+    - `data`: rows, a file or the name of a generated task; by default the held-out problems of the run or `recipe`, or
+      one `set` of its `eval.sets`.
+    - `rewards`: reward functions as in `gspo.train`; by default those of the run or recipe.
+    - `k`: one k or several. `samples`: completions per problem (default: the largest k). `limit`: most problems.
+    - `greedy`: also measure greedy decoding. `settings`: as in `gspo.train`."""
+    ks = sorted({k} if isinstance(k, int) else {*k})
+    pairs = pairs_of(settings, where=WHERE)
+    located = Rewards(specs=(), own={}, notes=())
+    if rewards is not None:
+        located = locate(rewards, where=WHERE)
+        pairs["reward.functions"] = list(located.specs)
+    quiet_libraries()
+    printed = io.StringIO()
+    with TemporaryDirectory(prefix="gspo-") as folder, in_process.given(located.own):
+        numbers, completions = Path(folder) / "numbers.json", Path(folder) / "completions.jsonl"
+        with redirect_stdout(printed):
+            evaluate_model(
+                str(model.path) if isinstance(model, Run) else os.fspath(model),
+                checkpoint=str(checkpoint),
+                data=None if data is None else _data(data, Path(folder)),
+                recipe=None if recipe is None else os.fspath(recipe),
+                set_name=set,
+                ks=ks,
+                samples=samples or max(ks),
+                limit=limit,
+                greedy=greedy,
+                json_path=str(numbers),
+                completions_path=str(completions),
+                seed=seed,
+                overrides=[as_override(key, value) for key, value in pairs.items()],
+                trust_run=trust_run,
+            )
+        found = json.loads(numbers.read_text(encoding="utf-8"))
+        lines = completions.read_text(encoding="utf-8").splitlines()
+    estimates = {
+        name: Estimate(value=value["value"], low=value["low"], high=value["high"])
+        for name, value in found.items()
+        if isinstance(value, dict) and value.keys() == {"value", "low", "high"}
+    }
+    return EvaluationResult(
+        model=found["model"],
+        problems=found["problems"],
+        samples=found["samples"],
+        unscored=found["unscored"],
+        numbers=estimates,
+        completions=tuple(map(json.loads, lines)),
+        text=printed.getvalue().rstrip(),
+    )
+
+
+def _data(given: Any, folder: Path) -> str:
+    """A file or a task that `gspo eval --data` reads."""
+    file = folder / "data.jsonl"
+    data = inputs.data_of(given, file, where=WHERE, name="data")
+    if data.text:
+        file.write_text(data.text, encoding="utf-8")
+    return str(next(iter(data.settings.values())))
+
+
+def as_override(key: str, value: Any) -> str:
+    """A setting as on the command line."""
+    kind = type_of(key)
+    raw = isinstance(value, str) and (kind is str or typing.get_origin(kind) is typing.Literal)
+    return f"--{key}={value if raw else toml_value(value)}"
