@@ -103,6 +103,7 @@ def _renamed_table() -> str:
         "alarm": aliases.ALARMS,
         "recipe": aliases.RECIPES,
         "option of `gspo eval`": aliases.EVAL_OPTIONS,
+        "command": {f"gspo {old}": f"gspo {' '.join(new)}" for old, new in aliases.COMMANDS.items()},
         "metric": aliases.METRICS,
         "event": aliases.EVENTS,
         "field of an event": aliases.EVENT_FIELDS,

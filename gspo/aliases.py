@@ -39,6 +39,9 @@ RECIPES = {"long-replies": "long-completions", "uneven-replies": "uneven-complet
 EVAL_OPTIONS = {"--replies": "--completions"}
 """Options of `gspo eval`."""
 
+COMMANDS = {"merge": ("save", "--merge")}
+"""Sub-commands of `gspo`: the one that replaced it, and the option that it needs."""
+
 FAILURES = {"nonsense": "invalid", "untried": "not_run"}
 """Kinds of failures to score a completion: the first word of the reason."""
 

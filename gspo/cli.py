@@ -19,15 +19,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The tokenizers library warns, and may deadlock, if a process forks after its threads have started.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from gspo import __version__
-from gspo.commands import compare, demo, doctor, eval, merge, objectives, plan, replay, report, serve, train, watch
+from gspo import __version__, aliases
+from gspo.commands import compare, demo, doctor, eval, objectives, plan, push, replay, report, save, serve, train, watch
 from gspo.config import check_single_process
 from gspo.errors import GspoError
 from gspo.safe_output import safe_output
 
 COMMANDS = [
     module.COMMAND
-    for module in (train, demo, eval, compare, replay, doctor, plan, merge, watch, report, serve, objectives)
+    for module in (train, demo, eval, compare, replay, doctor, plan, push, save, watch, report, serve, objectives)
 ]
 # A full disk, a quota, and a file size limit: all are for the user to fix, so no traceback.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     parser = build_parser()
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parser.parse_known_args(_renamed(sys.argv[1:] if arguments is None else arguments))
     stray = [o for o in overrides if not o.startswith("--")]
     if stray:
         parser.error(f"unexpected argument {stray[0]!r}; settings are given as --section.key=value")
@@ -71,6 +71,15 @@ def _main(arguments: Sequence[str] | None) -> int:
         # A bug. Printed here, inside `safe_output`, which removes secrets and control characters from the message.
         traceback.print_exc()
         return 1
+
+
+def _renamed(arguments: Sequence[str]) -> list[str]:
+    """The arguments with today's name of the sub-command."""
+    if not arguments or arguments[0] not in aliases.COMMANDS:
+        return list(arguments)
+    old, (new, option) = arguments[0], aliases.COMMANDS[arguments[0]]
+    print(f"warning: {aliases.renamed_note(f'gspo {old}', f'gspo {new} {option}')}", file=sys.stderr)
+    return [new, option, *arguments[1:]]
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gspo import config as settings
+from gspo.build import run_objective
 from gspo.cli import main
 from gspo.record.progress import PlainDisplay
 from gspo.record.run_dir import read_jsonl
@@ -200,4 +201,11 @@ def test_the_command_line_page_has_every_command_with_its_options(capsys: pytest
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_recipes_load(recipe: Path) -> None:
-    assert settings.load(recipe).name == recipe.stem
+    config = settings.load(recipe)
+    assert config.name == recipe.stem
+    assert run_objective(config).name == config.objective.name
+
+
+def test_every_recipe_is_in_the_table_of_recipes() -> None:
+    rows = re.findall(r"^\| `([\w.-]+)` \|", (DOCS / "recipes.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))

@@ -186,7 +186,7 @@ def test_a_merged_model_is_plain_and_gives_the_same_logits(
 
     config = adapting(f"model.dtype={dtype}")
     train(config, display)
-    assert main(["merge", config.run_dir, str(tmp_path / "merged")]) == 0
+    assert main(["save", config.run_dir, str(tmp_path / "merged"), "--merge"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert merged.dtype == getattr(torch, dtype)
     assert "lora" not in str(merged)
@@ -258,7 +258,7 @@ def test_an_adapter_merged_into_4_bit_weights_gives_the_same_logits(
 
     config = adapting("model.quantize=nf4", *filter(None, [targets]))
     train(config, display)
-    assert main(["merge", config.run_dir, str(tmp_path / "merged")]) == 0
+    assert main(["save", config.run_dir, str(tmp_path / "merged"), "--merge"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     adapted = ModelConfig(path=str(last(config)), device="cpu", lora=config.model.lora, quantize="nf4")
     ours = load_policy(adapted, load_tokenizer(config.model), seed=0).model

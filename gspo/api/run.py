@@ -164,6 +164,32 @@ class Run:
 
         return write_report([self.path], Path(out))
 
+    def save(self, path: str | os.PathLike[str], *, merge: bool = False, checkpoint: str | int = "newest") -> Path:
+        """Write the model of a checkpoint to a new directory that transformers and vLLM load. `merge` merges a LoRA
+        adapter into its base model."""
+        from gspo.commands.command import quiet_libraries
+        from gspo.commands.save import save
+
+        quiet_libraries()
+        return save(str(self.path), os.fspath(path), which=str(checkpoint), merge=merge)[1]
+
+    def push(
+        self,
+        name: str,
+        *,
+        private: bool = True,
+        merge: bool = False,
+        checkpoint: str | int = "newest",
+        revision: str | None = None,
+    ) -> str:
+        """Upload the model to the Hugging Face Hub as `OWNER/MODEL`, with a model card made from the run. Returns the
+        address. A new repository is private by default; an existing one keeps its visibility."""
+        from gspo.commands.command import quiet_libraries
+        from gspo.commands.push import push
+
+        quiet_libraries()
+        return push(str(self.path), name, which=str(checkpoint), merge=merge, private=private, revision=revision)
+
     # ---- for people
 
     def __repr__(self) -> str:

@@ -259,7 +259,7 @@ def _load(config: ModelConfig, tokenizer: Any, device: torch.device, seed: int, 
     if adapter_quantize and config.lora.rank and config.quantize != adapter_quantize:
         raise ConfigError(
             f"model.quantize: the adapter in {config.path} was trained with 4-bit weights; set model.quantize = "
-            f'"{adapter_quantize}", or merge it first: gspo merge'
+            f'"{adapter_quantize}", or merge it first: gspo save --merge'
         )
     parts = Parts(ranks, device) if ranks.several and _readable_in_parts(config) else None
     # A model of real size is initialized where it fits. The tiny ones are the same on every device.
