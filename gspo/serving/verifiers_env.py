@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from gspo.config import Config, EnvironmentConfig
 from gspo.environment.branches import TokenTree
 from gspo.environment.engine import ConversationEngine
 from gspo.environment.setup import RunEnvironment
+from gspo.environment.variables import check_declared, keeps
 from gspo.errors import ConfigError, DataError, EngineError
 from gspo.model.load import Policy
 from gspo.rollout.engine import DecodeStats, Engine, EngineContext, stream_key
@@ -35,7 +36,7 @@ from gspo.types import Completion, Conversation, ConversationEnd, Prompt, Sampli
 
 NAME = "verifiers"
 OPTIONS = ("taskset", "python", "renderer", "settings")
-UNUSED = ("tool_format", "rewritten_history", "processes", "timeout_s", "patience_s", "variables", "memory_mb")
+UNUSED = ("tool_format", "rewritten_history", "processes", "timeout_s", "patience_s", "memory_mb")
 """Settings of other environments."""
 COLUMN = "verifiers"
 _MODEL = "policy"
@@ -53,7 +54,7 @@ _LIMITS = {
 class _Process:
     """The process of the taskset."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, variables: Collection[str]) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         command = [python, str(Path(verifiers_worker.__file__).absolute())]
         path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
@@ -63,7 +64,8 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,
-                env=dict(os.environ) | {"PYTHONPATH": path},
+                env={name: value for name, value in os.environ.items() if keeps(name, variables)}
+                | {"PYTHONPATH": path},
                 start_new_session=True,
             )
         except OSError as error:
@@ -124,10 +126,11 @@ class VerifiersEnvironment(RunEnvironment):
                     f"environment.options.{name}: not an option of verifiers; it has {', '.join(OPTIONS)}"
                 )
         _check_effects(config)
+        check_declared(settings.variables)
         if not isinstance(options.get("taskset"), str):
             raise ConfigError('environment.options.taskset: name the taskset, for example "reverse_text"')
         self._tokenizer = tempfile.TemporaryDirectory(prefix="gspo-tokenizer-")
-        self._process = _Process(str(options.get("python") or sys.executable))
+        self._process = _Process(str(options.get("python") or sys.executable), settings.variables)
         agent = {"max_turns": settings.max_turns, "timeout": {"rollout": settings.max_seconds}}
         taskset = {**options.get("settings", {}), "id": options["taskset"]}
         try:

@@ -83,7 +83,7 @@ class Worker:
         if kind.toolsets(self.env.taskset.config) or kind.task_type().toolsets(self.env.taskset.config.task):
             raise ValueError("it has tool servers, which are not supported")
         if not self.env.taskset.bounded:
-            raise ValueError("it is infinite; give environment.options.take, the number of tasks")
+            raise ValueError("it is infinite, which is not supported; name a taskset that has an end")
         self.tasks = list(self.env.taskset)
         return {"tasks": len(self.tasks)}
 

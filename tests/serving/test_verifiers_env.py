@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from gspo.types import Completion, ConversationEnd, Prompt, branch_paths
 PYTHON = os.environ.get("GSPO_TESTS_VERIFIERS") or (sys.executable if importlib.util.find_spec("verifiers") else "")
 STAND_IN = '''#!{python}
 """Speaks as the worker does: two turns, of which the second begins again if the task says so."""
-import json, sys, urllib.request
+import json, os, sys, urllib.request
 
 def call(run, ids, sampling):
     body = json.dumps({{"model": run["model"], "token_ids": ids, "sampling_params": sampling}}).encode()
@@ -56,8 +57,9 @@ def rollout(run, one):
 for line in sys.stdin:
     message = json.loads(line)
     if "load" in message:
-        bad = message["load"]["taskset"]["id"] == "nothing"
-        print(json.dumps({{"error": "no taskset"}} if bad else {{"result": {{}}}}), flush=True)
+        id = message["load"]["taskset"]["id"]
+        errors = {{"nothing": "no taskset", "seen": str(sorted(os.environ))}}
+        print(json.dumps({{"error": errors[id]}} if id in errors else {{"result": {{}}}}), flush=True)
     elif "begin" in message:
         begun = [{{"text": "begin", "token_ids": [5, 6, task["idx"]]}} for task in message["begin"]["tasks"]]
         print(json.dumps({{"result": begun}}), flush=True)
@@ -157,9 +159,27 @@ def test_a_run_trains_on_them(configured: Callable[..., Config], display: Any) -
     assert rows[-1]["grad/norm"] > 0
 
 
-def test_mistakes_are_errors_that_name_the_option(configured: Callable[..., Config], tmp_path: Path) -> None:
-    from contextlib import ExitStack
+def test_a_taskset_gets_no_variables_that_are_not_declared(
+    configured: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("MY_SERVICE", "address")
 
+    def seen(*overrides: str) -> str:
+        config = configured([{}])
+        options = f'environment.options={{taskset = "seen", python = "{config.environment.options["python"]}"}}'
+        with ExitStack() as stack, pytest.raises(ConfigError) as error:
+            environment_for(configured([{}], options, *overrides), stack)
+        return str(error.value)
+
+    assert "PATH" in seen()
+    assert "HF_TOKEN" not in seen()
+    assert "MY_SERVICE" not in seen()
+    assert "MY_SERVICE" in seen('environment.variables=["MY_SERVICE"]')
+    assert "no environment variable 'MISSING'" in seen('environment.variables=["MISSING"]')
+
+
+def test_mistakes_are_errors_that_name_the_option(configured: Callable[..., Config], tmp_path: Path) -> None:
     cases = {
         'environment.options={taskset = "nothing", python = "PYTHON"}': "options.taskset: no taskset",
         'environment.options={taskset = "made", path = "PYTHON"}': "options.path: not an option of verifiers",
