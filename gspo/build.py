@@ -49,6 +49,8 @@ from gspo.reward.source_rewards import source_rewards
 from gspo.rollout.data_parallel import DataParallelEngine
 from gspo.rollout.engine import Engine, EngineContext, build_engine, controls_for, engine_names, engine_traits
 from gspo.rollout.sampling_process import SamplingProcess
+from gspo.serving.verifiers_env import NAME as VERIFIERS
+from gspo.serving.verifiers_env import VerifiersEnvironment
 
 ROOM = 0.5
 """The share of the free memory of a rank that whole weights may take while it samples. The KV cache needs some, too."""
@@ -220,7 +222,9 @@ def environment_for(config: Config, stack: ExitStack) -> RunEnvironment | None:
     """The environment that answers the model; None without one. `stack` closes it."""
     if not config.environment.name:
         return None
-    environment = RunEnvironment(config)
+    # An environment of somebody else's package, or one of ours.
+    kind = VerifiersEnvironment if config.environment.name == VERIFIERS else RunEnvironment
+    environment = kind(config)
     stack.callback(environment.close)
     return environment
 

@@ -26,6 +26,7 @@ from gspo.reward.function import Source, find_sources
 from gspo.reward.local_imports import local_imports
 from gspo.reward.traits import reward_traits
 from gspo.rollout.engine import engine_traits
+from gspo.serving.verifiers_env import NAME as VERIFIERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,11 @@ def reward_code(config: Config) -> list[Code]:
 
 
 def environment_code(config: Config) -> list[Code]:
-    """The file of an environment."""
+    """The file of an environment, or the taskset of another package."""
+    if config.environment.name == VERIFIERS:
+        options = config.environment.options
+        named = f"{options.get('taskset')} of verifiers with {options.get('python') or 'this Python'}"
+        return [Code(what=f"environment.options runs taskset {named}", key=f"taskset {named}")]
     file, colon, cls = config.environment.name.rpartition(":")
     if not colon:
         return []

@@ -116,6 +116,20 @@ def test_delays_do_not_change_a_run(
     same_end(golden, run_of(config))
 
 
+def test_data_that_is_shorter_than_the_batches_in_flight_is_started_again(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass over the data trains on every prompt once, and the run does not wait for more of them."""
+    stand_in(monkeypatch)
+    config = tiny(*SETTING, "data.task_size=10", "rollout.prompts=5", "steps=6")
+    train(config, display)
+    ledger = read_ledger(run_of(config))
+    prompts = [prompt.partition("#")[0] for history in ledger for prompt in history.prompts]
+    assert len(prompts) == 30
+    for start in (0, 10, 20):
+        assert len(set(prompts[start : start + 10])) == 10
+
+
 def test_a_recorded_step_is_replayed_with_the_same_updates(
     golden: Path, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,8 +114,6 @@ def _evaluate_suite(options: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(f"--{option}: must be at least 1, not {value}")
     check_overrides(overrides)
     source = SuiteSource.parse(options.suite)
-    if source.file:
-        check_file(source.file)
     tree, _, recipe = _model_settings(options.model, options.checkpoint, options.recipe, required=False)
     tree = suite_settings(tree, source) | {"seed": options.seed}
     config = settings.override(tree, overrides, where=recipe or "eval", report_old_names=options.recipe is not None)

@@ -301,7 +301,8 @@ class RolloutConfig:
 class EnvironmentConfig:
     name: str = ""
     """Environment that answers the model, for conversations of several turns: a built-in by name
-    (docs/environments.md), or your own class as `file.py:Class`. If empty, a completion is a single turn."""
+    (docs/environments.md), your own class as `file.py:Class`, or `verifiers` for a taskset of that package. If empty, a
+    completion is a single turn."""
     options: Annotated[Mapping[str, Any], OnlyWith("environment.name")] = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
     max_turns: Annotated[int, Range(low=1), OnlyWith("environment.name")] = 8

@@ -13,6 +13,7 @@ from gspo.environment.engine import fingerprint, row_of
 from gspo.environment.template import tool_format
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, note, ok, warning
+from gspo.serving.verifiers_env import VerifiersEnvironment
 
 
 def check_environment(context: PreflightContext) -> Iterator[Finding]:
@@ -25,6 +26,9 @@ def check_environment(context: PreflightContext) -> Iterator[Finding]:
     assert environment is not None
     context.problems = environment.open_problems(context.problems, context.tokenizer)
     context.environment = environment
+    if isinstance(environment, VerifiersEnvironment):
+        yield ok(f"Taskset {config.environment.options['taskset']} begins all problems.")
+        return
     names = [schema["function"]["name"] for schema in environment.host.tools]
     style = tool_format(config.environment, context.tokenizer, environment.host.tools)
     tools = f"tools {', '.join(names)}, called in format {style}" if names else "no tools"

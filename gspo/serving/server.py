@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from gspo.data.chat import check_template, render, uses_template
@@ -132,7 +133,7 @@ class _Handlers:
                 try:
                     data = parse_body(await request.body())
                     body = await respond(data, request)
-                except Exception as error:
+                except (Exception, asyncio.CancelledError) as error:
                     failure = _api_error(error)
                     return JSONResponse(failure.as_data, failure.status)
                 if data.get("stream"):
@@ -226,7 +227,12 @@ class _Handlers:
         request = generate_request(data)
         self._check_model(request.model)
         self._check_tokens("token_ids", request.token_ids)
-        done = await self._sample([request.token_ids], request.options, http, request.stop_ids)
+        options, positions = request.options, self._policy.position_limit
+        if options.max_tokens is not None and positions is not None:
+            # A conversation has a limit of its own, so a turn gets what is left of the positions.
+            room = max(1, positions - len(request.token_ids))
+            options = replace(options, max_tokens=min(options.max_tokens, room))
+        done = await self._sample([request.token_ids], options, http, request.stop_ids)
         return responses.generated(done[0])
 
     # ---- what they have in common
@@ -351,8 +357,10 @@ class _Handlers:
         return {"role": "assistant", "content": text, "refusal": None}, finish
 
 
-def _api_error(error: Exception) -> ApiError:
+def _api_error(error: BaseException) -> ApiError:
     """The error for the client."""
+    if isinstance(error, asyncio.CancelledError):
+        return ApiError("the server is stopping", status=503)
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ConfigError | DataError):

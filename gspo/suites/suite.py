@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo.data.chat import render_all, uses_template
-from gspo.data.sources import Row, read_file, read_hub
+from gspo.data.sources import Row, check_file, read_file, read_hub
 from gspo.data.task import same_text
 from gspo.errors import ConfigError, DataError
 from gspo.suites import suite_names
@@ -91,6 +91,8 @@ class SuiteSource:
             )
         if "=" in text and not file:
             raise ConfigError(f"--suite: no file after {text!r}; write --suite {name}=FILE")
+        if file:
+            check_file(file)  # before a model is loaded, or other checks are made
         return cls(name=name, file=file, suite=suite)
 
     def data_settings(self) -> dict[str, Any]:
