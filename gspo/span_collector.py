@@ -24,7 +24,7 @@ from gspo.rollout.engine import DecodeStats
 from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, with_unique_ids
 from gspo.rollout.in_flight import Entry, InFlight, OpenBatch, Ticket
 from gspo.rollout.sampling_process import SamplingProcess
-from gspo.rollout.spans import Schedule, after, due, extended, extensions, kept, opened
+from gspo.rollout.spans import Schedule, after, due, extended, extensions, kept, opened, sampled_tokens
 from gspo.types import Group, Prompt
 
 
@@ -135,16 +135,19 @@ class InTurns(Ahead):
                 )
             )
         decoded = engine.decoded - before
+        tokens = 0
         left: list[tuple[Ticket, OpenBatch]] = []
         results: list[CollectResult] = []
         for ticket, batch in turn.batches:
             grown = extended(batch, [next(groups) for _ in batch.completions])
+            tokens += sampled_tokens(grown) - sampled_tokens(batch)
             if turn.weights != self._schedule.last(ticket):
                 left.append((ticket, grown))
                 continue
             # What a turn costs is counted once, for the first batch that it finishes.
             spent = DecodeStats() if results else decoded
             results.append(replace(self._finish(grown, ticket, spent, clock), weights=ticket.weights))
+        results = [replace(result, decoded_tokens=tokens) for result in results]
         self._commit(turn, left, results, start)
 
     def _finish(self, batch: OpenBatch, ticket: Ticket, decoded: DecodeStats, turn: Clock) -> CollectResult:

@@ -72,6 +72,8 @@ def test_every_token_is_sampled_from_the_weights_that_the_schedule_names(golden:
     assert [rows[step]["lag/steps"] for step in range(1, STEPS + 1)] == [0, 1, 2, 3, 3, 3]
     assert rows[6]["lag/token_updates"] < rows[6]["lag/updates"] == 6
     assert 1 < rows[6]["lag/spans"] <= 3
+    assert all(0 <= rows[step]["sampler/idle_fraction"] < 1 for step in rows if "sampler/idle_fraction" in rows[step])
+    assert "sampler/idle_fraction" in rows[6]
     assert {"lag/2/ess", "lag/4/ess", "lag/6/ess"} <= rows[6].keys()
 
 

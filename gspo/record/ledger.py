@@ -20,7 +20,7 @@ from typing import Any
 from gspo.record.run_dir import RunDir, read_jsonl
 from gspo.rollout.gather import CollectResult
 from gspo.rollout.in_flight import OpenBatch, Ticket
-from gspo.rollout.spans import cut_count
+from gspo.rollout.spans import cut_count, sampled_tokens
 
 
 class Ledger:
@@ -40,7 +40,7 @@ class Ledger:
             state="cut",
             weights=weights,
             completions=cut_count(batch),
-            tokens=sum(c.sampled_count for group in batch.completions for c in group),
+            tokens=sampled_tokens(batch),
         )
 
     def reached(self, batch: int, state: str) -> None:

@@ -239,10 +239,11 @@ def _decoding(collected: CollectResult) -> dict[str, Reduced]:
     decoded = collected.decoded
     if decoded is None or not decoded.steps:
         return {}
+    tokens = collected.tokens if collected.decoded_tokens is None else collected.decoded_tokens
     return {
         "sampler/decode_steps": Sum(decoded.steps),
-        "sampler/running_mean": Mean(collected.tokens, decoded.steps),
-        "sampler/idle_fraction": Gather([(collected.tokens, decoded.rows)], _rest),
+        "sampler/running_mean": Mean(tokens, decoded.steps),
+        "sampler/idle_fraction": Gather([(tokens, decoded.rows)], _rest),
     }
 
 

@@ -104,6 +104,8 @@ class CollectResult:
     """How many groups a full batch has; None if unknown."""
     decoded: DecodeStats | None = None
     """What decoding cost; None if the engine does not know."""
+    decoded_tokens: int | None = None
+    """The tokens that it sampled, if not those of this batch: a turn samples parts of several batches."""
     pass_rates: tuple[float, ...] = ()
     """Estimated pass rates of the sampled problems before this batch; empty if sampling is uniform."""
     skipped: int = 0

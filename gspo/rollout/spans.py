@@ -105,6 +105,11 @@ def kept(prompt: Prompt, completions: Sequence[Completion]) -> tuple[list[Comple
     return over, dropped
 
 
+def sampled_tokens(batch: OpenBatch) -> int:
+    """How many tokens of a batch were sampled so far."""
+    return sum(c.sampled_count for group in batch.completions for c in group)
+
+
 def cut_count(batch: OpenBatch) -> int:
     """How many completions of a batch are not over."""
     return sum(c.stop is StopReason.CUT for group in batch.completions for c in group)
