@@ -226,6 +226,7 @@ def environment_for(config: Config, stack: ExitStack) -> RunEnvironment | None:
     kind = VerifiersEnvironment if config.environment.name == VERIFIERS else RunEnvironment
     environment = kind(config)
     stack.callback(environment.close)
+    environment.check_rewards()
     return environment
 
 

@@ -65,6 +65,11 @@ class Environment:
         """The reward of the last message. None leaves it to `reward.functions`."""
         return None
 
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether it can give a reward. If not, a run needs reward functions."""
+        return type(self).score is not Environment.score or type(self).step is not Environment.step
+
     def demonstrate(self, row: Mapping[str, Any]) -> Sequence[str | ToolCall]:
         """What a model could do in each turn, for the cold start: write a text, or call a tool. Empty if there is no
         demonstration."""

@@ -144,6 +144,9 @@ class VerifiersEnvironment(RunEnvironment):
                 ) from None
             raise
 
+    def check_rewards(self) -> None:
+        """A taskset has its own."""
+
     def open(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
         """The problems, with what their tasks begin with as their prompts."""
         assert self._process is not None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import pytest
 from conversations import TOKENIZER, conversations, rows, sample, written
 from transformers.utils import get_json_schema
 
+from gspo import config as settings
+from gspo.build import environment_for
 from gspo.environment.environment import find, load
 from gspo.environment.tools import LONGEST_RESULT, ToolError, call, schema
 from gspo.errors import ConfigError
@@ -239,3 +242,13 @@ def test_an_observation_of_megabytes_is_cut_before_it_is_tokenized(own: str) -> 
     assert LONGEST_RESULT < given < LONGEST_RESULT + 100
     assert "much much" in shown(done)
     assert "(truncated)" in shown(done)
+
+
+@pytest.mark.parametrize("name", ["TOOLS", "Walk"])
+def test_an_environment_without_rewards_needs_reward_functions(own: str, name: str) -> None:
+    tree = {"model": {"build": "tiny_dense"}, "data": {"task": "addition"}, "environment": {"name": f"{own}:{name}"}}
+    with pytest.raises(ConfigError, match="gives no rewards, and there are no reward functions"), ExitStack() as stack:
+        environment_for(settings.from_tree(tree, where="test"), stack)
+    with ExitStack() as stack:
+        judged = settings.from_tree({**tree, "reward": {"functions": ["math_answer"]}}, where="test")
+        assert environment_for(judged, stack) is not None
