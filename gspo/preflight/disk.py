@@ -23,7 +23,7 @@ TOKEN_BYTES = 64
 """Bytes per completion token in `rollouts/`: its id, three log-probs, flags. Measured on demo runs: 62."""
 COMPLETION_BYTES = 600
 """Bytes per completion in `rollouts/`, without its tokens and texts."""
-EVALUATED_TOKEN_BYTES = 28
+EVALUATED_TOKEN_BYTES, EVALUATED_COMPLETION_BYTES = 28, 250
 """The same in `evaluations/`, where a token has its id and one log-prob."""
 TEXT_BYTES = 4
 """Bytes per token of text."""
@@ -108,7 +108,7 @@ def evaluation_bytes(context: PreflightContext) -> float:
         for settings, prompts in parts
     )
     text = TEXT_BYTES * (context.longest_prompt + context.completion_length)
-    return completions * (COMPLETION_BYTES + EVALUATED_TOKEN_BYTES * context.completion_length + text)
+    return completions * (EVALUATED_COMPLETION_BYTES + EVALUATED_TOKEN_BYTES * context.completion_length + text)
 
 
 def _kept(context: PreflightContext) -> str:
