@@ -238,10 +238,10 @@ def test_from_an_evaluation_to_what_changed(page: Any, serve: Callable[..., Any]
     open_dashboard(page, serve(make_run(tmp_path / "made")))
     page.get_by_role("link", name="step 10", exact=True).click()
     page.get_by_role("heading", name="Evaluation after step 10").wait_for()
-    page.get_by_text("3 of 3 recorded problems").wait_for()
+    page.get_by_text("3 of 3 recorded problems", exact=True).wait_for()
     page.get_by_text("Since step 0: 1 better, 1 worse").wait_for()
     page.locator("main .controls select").last.select_option("worse")
-    page.get_by_text("1 of 3 recorded problems").wait_for()
+    page.get_by_text("1 of 3 recorded problems", exact=True).wait_for()
     assert page.locator("[data-problem]").count() == 1
     row = page.locator("[data-problem]").inner_text()
     for part in (
