@@ -112,8 +112,8 @@ def centered(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupCentered(AdvantageRule):
-    """R - mean within the group, divided by the group's standard deviation (with Bessel's correction, no epsilon) unless
-    `advantage_scale = "none"`."""
+    """R - mean within the group, divided by the group's std unless `advantage_scale = "none"`. The std has Bessel's
+    correction and no epsilon."""
 
     advantage_scale: str = "std"
 
