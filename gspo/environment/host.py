@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -148,6 +149,9 @@ class EnvironmentHost:
         self._pending = {t: p for t, p in self._pending.items() if p.conversation != conversation}
         if conversation >= self._oldest and self._process.pid is not None:
             self._send({"token": "", "conversation": conversation, "do": "end"})
+            # Now, because nobody may poll for a while: a whole training step, after the last conversation of a batch.
+            with suppress(WorkerDied):  # the next poll reports it
+                self._unsent = self._process.send(self._unsent)
 
     def close(self) -> None:
         """End the process and all conversations. May be called twice. A thread that waits for an answer gets an
