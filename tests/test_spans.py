@@ -24,7 +24,7 @@ from gspo.errors import CheckpointError, ConfigError
 from gspo.learner import checkpoint
 from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS, TIMINGS, Metric
-from gspo.record.run_dir import read_jsonl
+from gspo.record.run_dir import read_events, read_jsonl
 from gspo.rollout.in_flight import Ticket
 from gspo.rollout.spans import Schedule
 from gspo.trainer import resume, train
@@ -325,6 +325,23 @@ def test_completions_that_are_too_long_are_dropped(
         shutil.rmtree(later)
     resume(cut, display, trust_run=True)
     same_end(run, cut)
+
+
+def test_a_run_whose_completions_are_all_dropped_says_why(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It neither waits nor trains on nothing without a word."""
+    stand_in(monkeypatch)
+    config = tiny(*SETTING, *DROP, "rollout.span_tokens=1", "steps=4")
+    train(config, display)
+    events = read_events(run_of(config))
+    idle = [event for event in events if event["event"] == "no_trainable_samples"]
+    assert [(event["step"], event["reasons"]) for event in idle] == [(step, {"over_lag": 16}) for step in range(1, 5)]
+    assert [history.trained for history in read_ledger(run_of(config))] == [[step] for step in range(1, 5)]
+    reader = RunReader(run_of(config))
+    reader.refresh()
+    (finding,) = (finding for finding in reader.findings() if finding.name == "no trainable samples")
+    assert "rollout.over_lag" in finding.what
 
 
 @pytest.mark.slow
