@@ -20,14 +20,29 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from gspo import __version__, aliases
-from gspo.commands import compare, demo, doctor, eval, objectives, plan, push, replay, report, save, serve, train, watch
+from gspo.commands import (
+    compare,
+    demo,
+    doctor,
+    eval,
+    init,
+    objectives,
+    plan,
+    push,
+    replay,
+    report,
+    save,
+    serve,
+    train,
+    watch,
+)
 from gspo.config import check_single_process
 from gspo.errors import GspoError
 from gspo.safe_output import safe_output
 
 COMMANDS = [
     module.COMMAND
-    for module in (train, demo, eval, compare, replay, doctor, plan, push, save, watch, report, serve, objectives)
+    for module in (init, train, demo, eval, compare, replay, doctor, plan, push, save, watch, report, serve, objectives)
 ]
 # A full disk, a quota, and a file size limit: all are for the user to fix, so no traceback.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

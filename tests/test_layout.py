@@ -112,6 +112,7 @@ def test_the_public_names_are_there_and_objective_is_a_function() -> None:
 NAMED = {
     "aliases.py": "old names of rewards",
     "cluster/connect.py": "what Ray calls a cluster of one machine",
+    "commands/new_recipe.py": "what a new recipe suggests",
     "config/schema.py": "the default of a setting",
     "suites/scorers.py": "the reward functions of published protocols",
     "record/run_format.py": "format 1 records only the names of objectives",
