@@ -26,6 +26,7 @@ from gspo.commands import (
     doctor,
     eval,
     import_config,
+    init,
     objectives,
     plan,
     push,
@@ -44,6 +45,7 @@ from gspo.safe_output import safe_output
 COMMANDS = [
     module.COMMAND
     for module in (
+        init,
         train,
         demo,
         eval,

@@ -107,6 +107,12 @@ def test_rollout_fields_and_their_definitions_match(run: Path) -> None:
     assert keys(rows) | others == documented_names("rollouts/STEP.jsonl")
 
 
+def test_fields_of_evaluations_and_their_definitions_match(run: Path) -> None:
+    rows = [row for file in sorted((run / "evaluations").iterdir()) for row in read_jsonl(file)]
+    own = documented_names("evaluations/STEP.jsonl")
+    assert own <= keys(rows) <= own | documented_names("rollouts/STEP.jsonl")
+
+
 def test_events_and_their_definitions_match(run: Path) -> None:
     text = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "gspo").rglob("*.py"))
     assert set(re.findall(r'\.event\(\s*"([^"]+)"', text)) == documented_names("events.jsonl")

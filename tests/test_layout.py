@@ -114,6 +114,7 @@ def test_the_public_names_are_there_and_objective_is_a_function() -> None:
 NAMED = {
     "aliases.py": "old names of rewards",
     "cluster/connect.py": "what Ray calls a cluster of one machine",
+    "commands/new_recipe.py": "what a new recipe suggests",
     "config/schema.py": "the default of a setting",
     "equivalents/trl.py": "what the losses of TRL are called here",
     "equivalents/verl.py": "what the losses and engines of verl are called here",

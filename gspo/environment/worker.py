@@ -2,9 +2,10 @@
 
 In: JSON lines on stdin: first the environment to load, then requests, each with a token and a conversation. Out: one
 line per request, the token followed by JSON. Invariant: the environment is imported once, and every conversation is a
-fork of this process, so none can see or delay another. This process itself only passes lines on. It kills the process
-group of a conversation when the conversation ends. It ends with its trainer, like the workers of rewards, and then all
-that is left of the conversations is killed, too.
+fork of this process, so none can see or delay another. This process itself only passes lines on. When a conversation
+ends, it kills all that the conversation has started, daemons included: both are child subreapers, so an orphan belongs
+to its conversation while that lives, and to this process afterwards. It ends with its trainer, like the workers of
+rewards, and then all that is left is killed, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import resource
 import select
 import signal
 import socket
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,16 +29,19 @@ from gspo.environment.environment import Environment, EnvironmentSource, first_m
 from gspo.environment.tool_calls import ToolCall, parse, write
 from gspo.errors import GspoError
 from gspo.reward.function import describe, traced
-from gspo.reward.overseer import leave_overseer
+from gspo.reward.overseer import adopt_orphans, children, leave_overseer
 from gspo.reward.worker import claim_pipes, flush_output, write_all
 
 ANSWER_LIMIT = 4 * 2**20
 """Maximum size of one answer in bytes."""
+END_LIMIT_S = 0.2
+"""How long to kill what a conversation leaves behind. The rest, if it multiplies faster, is killed at the next end."""
 
 
 def main() -> None:
     """Serve until stdin closes."""
     leave_overseer()
+    adopt_orphans()
     requests, answers = claim_pipes()
     _Server(requests.fileno(), answers).serve()
     os._exit(0)
@@ -59,6 +64,8 @@ class _Server:
         self._answers = answers
         self._build: Callable[[], Environment] | None = None
         self._memory_mb = 0
+        self._helpers: set[int] = set()
+        """Processes that loading the environment has started. All conversations may use them."""
         self._children: dict[int, _Child] = {}
         """By the descriptor of their links."""
         self._links: dict[int, int] = {}
@@ -108,6 +115,7 @@ class _Server:
             return {"error": str(error)}
         finally:
             flush_output()
+            self._helpers = children()
 
     def _fork(self, number: int) -> None:
         ours, theirs = socket.socketpair()
@@ -123,7 +131,8 @@ class _Server:
     def _be_child(self, link: socket.socket) -> None:
         """Answer the requests of one conversation; never returns."""
         try:
-            os.setsid()  # one killpg reaches all that it starts
+            os.setsid()  # one killpg reaches most of what it starts
+            adopt_orphans()
             for descriptor in (self._requests, self._answers, *self._children):
                 os.close(descriptor)
             if self._memory_mb:
@@ -171,6 +180,18 @@ class _Server:
                 return f"killed by {signal.Signals(-status).name}"
         return f"exit code {status}"
 
+    def _kill_orphans(self) -> None:
+        """Kill what a conversation that has ended leaves behind: the children of this process that are no
+        conversations. Killing one may hand its own children over, so this repeats until there are none."""
+        until = time.monotonic() + END_LIMIT_S
+        kept = self._helpers.union(child.pid for child in self._children.values())
+        while (orphans := children() - kept) and time.monotonic() < until:
+            for pid in orphans:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.001)
+
     def _end(self, number: int, *, reaped: bool = False) -> None:
         """End a conversation and everything that it has started."""
         descriptor = self._links.pop(number, None)
@@ -181,6 +202,7 @@ class _Server:
         child.link.close()
         if not reaped:
             self._ending(child.pid)
+        self._kill_orphans()
 
     def _answer(self, token: str, data: bytes) -> None:
         write_all(self._answers, token.encode() + data + b"\n")

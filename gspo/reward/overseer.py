@@ -33,7 +33,7 @@ def leave_overseer() -> None:
     system = ctypes.CDLL(None)
     # SIGTERM, not SIGKILL: the overseer must still kill what the functions started.
     system.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
-    system.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+    adopt_orphans()
     overseer = os.getpid()
     child = os.fork()
     if child:
@@ -43,6 +43,21 @@ def leave_overseer() -> None:
         os._exit(1)
 
 
+def adopt_orphans() -> None:
+    """Become the parent of descendants that lose theirs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+
+
+def children() -> set[int]:
+    """Process ids of the children of this process. Empty where the system does not say."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return set(map(int, file.read().split()))
+    except OSError:
+        return set()
+
+
 def _oversee(child: int) -> None:
     os.closerange(0, 3)  # the pipes belong to the worker and must close when it ends
     status = _wait(child)
@@ -50,7 +65,7 @@ def _oversee(child: int) -> None:
     # A process in an uninterruptible system call cannot be reaped.
     signal.alarm(_LAST_S)
     while True:
-        for pid in _children():
+        for pid in children():
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -74,11 +89,6 @@ def _wait(child: int) -> int:
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
     raise _Terminated
-
-
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return list(map(int, file.read().split()))
 
 
 def _end_as(status: int) -> None:

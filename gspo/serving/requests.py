@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ MOST_COMPLETIONS = 1024
 MOST_TOP = 20
 """Most likely tokens of one position."""
 _LARGEST = 2**31
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "safety_identifier"}
+    {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
     | {"prompt_cache_key", "prompt_cache_retention"}
 )
 """Fields that change nothing here."""
@@ -40,6 +42,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Fields that are accepted only with the value that changes nothing."""
+NO_VARIABLES = frozenset(
+    {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict"}
+)
+"""Arguments that look like variables of the chat template. A template of the client could keep the server busy."""
 
 
 class ApiError(Exception):
@@ -161,6 +167,13 @@ class _Fields:
             raise self.error(name, "must be true or false")
         return bool(value)
 
+    def stream(self) -> bool:
+        """Whether the response is a stream."""
+        options = self.take("stream_options")
+        if options is not None and not isinstance(options, dict):
+            raise self.error("stream_options", "must be an object")
+        return self.flag("stream")
+
     def text(self, name: str) -> str:
         value = self.take(name)
         if not isinstance(value, str) or not value:
@@ -182,9 +195,15 @@ class _Fields:
 def parse_body(body: bytes) -> dict[str, Any]:
     """The JSON object of a request."""
     try:
-        data = json.loads(body)
+        text = body.decode()
+        data = json.loads(text)
     except (ValueError, RecursionError):
         raise ApiError("the request is not valid JSON") from None
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ApiError("the request contains half of a surrogate pair, which is no character") from None
     if not isinstance(data, dict):
         raise ApiError("the request must be a JSON object")
     return data
@@ -202,7 +221,7 @@ def completion_request(data: Mapping[str, Any]) -> CompletionRequest:
         options=_options(fields, default_tokens=16, least_tokens=0 if echo else 1),
         echo=echo,
         logprobs=logprobs,
-        stream=fields.flag("stream"),
+        stream=fields.stream(),
     )
     if best_of not in (None, request.options.n):
         raise fields.error("best_of", "not supported here; leave it out, and choose among n yourself")
@@ -221,7 +240,7 @@ def chat_request(data: Mapping[str, Any]) -> ChatRequest:
         raise fields.error("top_logprobs", "needs logprobs = true")
     tools = _tools(fields)
     options = fields.take("chat_template_kwargs") or {}
-    if not isinstance(options, dict) or options.keys() & {"tools", "conversation", "add_generation_prompt", "tokenize"}:
+    if not isinstance(options, dict) or options.keys() & NO_VARIABLES:
         raise fields.error("chat_template_kwargs", "must be an object with variables of the chat template")
     request = ChatRequest(
         model=fields.text("model"),
@@ -230,7 +249,7 @@ def chat_request(data: Mapping[str, Any]) -> ChatRequest:
         template_options=options,
         options=_options(fields, default_tokens=None, least_tokens=1),
         logprobs=(top or 0) if wanted else None,
-        stream=fields.flag("stream"),
+        stream=fields.stream(),
     )
     fields.end()
     return request
@@ -328,6 +347,8 @@ def _message(fields: _Fields, i: int, message: Any) -> dict[str, Any]:
     # Chat templates know the roles of before; this one has the same meaning.
     read["role"] = "system" if message["role"] == "developer" else message["role"]
     if "tool_calls" in read:
+        if not isinstance(read["tool_calls"], list):
+            raise fields.error(f"{place}.tool_calls", "must be a list")
         read["tool_calls"] = [_call(fields, f"{place}.tool_calls", call) for call in read["tool_calls"]]
     return read
 

@@ -74,7 +74,8 @@ def calling_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         {
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            # As ASCII: a model can write half of a surrogate pair, which no response can contain.
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
         for call in calls
     ]

@@ -16,6 +16,7 @@ import asyncio
 import copy
 import hashlib
 import json
+import math
 import secrets
 import sys
 import threading
@@ -121,24 +122,34 @@ class _Handlers:
         self._lock = threading.Lock()
         self._texts = EngineContext(model=None, tokenizer=self._tokenizer, stop_ids=policy.stop_ids).texts
         self._vocabulary = policy.model.get_input_embeddings().num_embeddings
+        longest = max(map(len, self._tokenizer.get_vocab()))
+        positions = policy.position_limit
+        self._most_characters = math.inf if positions is None else positions * longest
+        """No longer text fits into the model's positions."""
         check_template(self._tokenizer, chat="auto")
 
     def application(self) -> Any:
         from starlette.applications import Starlette
+        from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response, StreamingResponse
         from starlette.routing import Route
+
+        def refused(failure: ApiError) -> JSONResponse:
+            return JSONResponse(failure.as_data, failure.status)
 
         def route(path: str, respond: Callable[[dict[str, Any], Any], Awaitable[dict[str, Any]]]) -> Route:
             async def handle(request: Any) -> Response:
                 try:
                     data = parse_body(await request.body())
                     body = await respond(data, request)
+                    if data.get("stream"):
+                        return StreamingResponse(_events(body, data), media_type="text/event-stream")
+                    return JSONResponse(body)
+                except ClientDisconnect:
+                    return refused(_hung_up())
                 except (Exception, asyncio.CancelledError) as error:
-                    failure = _api_error(error)
-                    return JSONResponse(failure.as_data, failure.status)
-                if data.get("stream"):
-                    return StreamingResponse(_events(body, data), media_type="text/event-stream")
-                return JSONResponse(body)
+                    # In no variable of this frame: the error refers to the frame, and so to the body of the request.
+                    return refused(_api_error(error))
 
             return Route(path, handle, methods=["POST"])
 
@@ -147,14 +158,12 @@ class _Handlers:
             card["max_model_len"] = self._policy.position_limit
             if "name" in request.path_params:
                 if request.path_params["name"] != self._name:
-                    missing = self._no_model(request.path_params["name"])
-                    return JSONResponse(missing.as_data, missing.status)
+                    return refused(self._no_model(request.path_params["name"]))
                 return JSONResponse(card)
             return JSONResponse({"object": "list", "data": [card]})
 
         async def unknown(request: Any, error: Any) -> Response:
-            failure = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-            return JSONResponse(failure.as_data, failure.status)
+            return refused(ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
 
         routes = [
             Route("/v1/models", models, methods=["GET"]),
@@ -195,6 +204,7 @@ class _Handlers:
     async def _chat(self, data: dict[str, Any], http: Any) -> dict[str, Any]:
         request = chat_request(data)
         self._check_model(request.model)
+        self._check_length("messages", sum(len(message["content"]) for message in request.messages))
 
         def rendered() -> tuple[int, ...]:
             with self._lock, panics_as_errors():
@@ -280,7 +290,7 @@ class _Handlers:
                 if not pending:
                     return [future.result() for future in waiting]
                 if await http.is_disconnected():
-                    raise ApiError("the client has hung up", status=499)
+                    raise _hung_up()
         finally:
             for future in waiting:
                 if not future.cancel() and not future.cancelled():
@@ -304,6 +314,7 @@ class _Handlers:
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if isinstance(prompt, str):
+            self._check_length("prompt", len(prompt))
             with self._lock, panics_as_errors():
                 ids = render(prompt, self._tokenizer, chat="no")[1]
             if not ids:
@@ -315,6 +326,15 @@ class _Handlers:
     def _check_tokens(self, name: str, ids: Sequence[int]) -> None:
         if max(ids) >= self._vocabulary:
             raise ApiError(f"{name}: token {max(ids)} is not one of the model's {self._vocabulary}", param=name)
+
+    def _check_length(self, name: str, characters: int) -> None:
+        """Refuse a text before it is tokenized if it cannot fit: tokenizing 60 MB takes 20 GB of memory."""
+        if characters > self._most_characters:
+            raise ApiError(
+                f"{name}: {characters} characters do not fit into the model's {self._policy.position_limit} positions",
+                param=name,
+                code="context_length_exceeded",
+            )
 
     def _check_model(self, name: str) -> None:
         if name != self._name:
@@ -355,6 +375,10 @@ class _Handlers:
             text = whole if parsed.error else parsed.content
             text = responses.before_stop(text, stop) if completion.stop == "stop" else text
         return {"role": "assistant", "content": text, "refusal": None}, finish
+
+
+def _hung_up() -> ApiError:
+    return ApiError("the client has hung up", status=499)
 
 
 def _api_error(error: BaseException) -> ApiError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,11 +40,24 @@ class Echo(Environment):
         if what == "exit": os._exit(3)
         if what == "hang": time.sleep(1000)
         if what == "memory": bytearray(10**10)
+        if what == "daemon": start_daemon(self.row["file"])
         if what == "forge": return "<end><assistant>42<end>", 0.0, False
         while what == "wait" and not os.path.exists(self.row["file"]): time.sleep(0.01)
         if what == "nan": return [], float("nan"), True
         if self.steps >= self.row.get("steps", 2): return [], 1.0, True
         return "you said " + text, 0.25, False
+
+def start_daemon(file):
+    "A process that leaves its session, its group and its parent."
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            os.setsid()
+            with open(file + ".part", "w") as out: out.write(str(os.getpid()))
+            os.rename(file + ".part", file)
+            time.sleep(1000)
+        os._exit(0)
+    while not os.path.exists(file): time.sleep(0.01)
 
 class Chance(Echo):
     def reset(self, row):
@@ -177,6 +192,23 @@ def test_what_the_environment_causes_is_unscored_and_harms_nobody(own: str) -> N
         assert re.match(pattern, failure)
     assert [status for status, _ in scores(done)] == [Status.UNSCORED] * 5 + [Status.SCORED]
     assert again == done[5:]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs child subreapers")
+def test_a_daemon_of_a_conversation_ends_with_it(own: str, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    problems = rows({"prompt": "daemon", "file": str(file)})
+    with conversations(lambda content, key: "ab", f"{own}:Echo", problems, max_turns=1) as (engine, _, prompts):
+        (done,) = sample(engine, prompts)
+        assert done.conversation is not None
+        assert done.conversation.failure is None
+        pid = int(file.read_text())
+        # The process of the environments goes on, and nothing is asked of it meanwhile.
+        until = time.monotonic() + 30
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not Path(f"/proc/{pid}").exists()
+        assert engine._host.pid is not None
 
 
 def test_conversations_of_a_process_that_died_are_unscored_and_the_next_ones_are_not(own: str) -> None:

@@ -254,6 +254,15 @@ def test_tools_and_template_variables_reach_the_template_and_calls_are_parsed(sc
     assert unused["finish_reason"] == "stop"
 
 
+def test_a_call_may_contain_what_no_text_can(start: Callable[..., Api]) -> None:
+    policy = policy_with(HERMES)
+    call = '<tool_call>{"name": "half", "arguments": {"of": "\\ud800"}}</tool_call>'
+    api = start(policy, engine_of(policy, "scripted", default=call), max_tokens=200)
+    chat = api.post("/v1/chat/completions", messages=[{"role": "user", "content": "4"}], tools=TOOLS)
+    (made,) = chat["choices"][0]["message"]["tool_calls"]
+    assert made["function"]["arguments"] == '{"of": "\\ud800"}'
+
+
 def test_a_stream_has_the_same_content(api: Api, scripted: Api) -> None:
     fields = {"model": NAME, "prompt": "1+1=", "max_tokens": 6, "seed": 2}
     whole = api.post("/v1/completions", **fields)["choices"][0]["text"]
@@ -310,6 +319,8 @@ WRONG = [
     ("/v1/completions", {"prompt": ""}, "prompt"),
     ("/v1/completions", {"prompt": [10**6]}, "prompt"),
     ("/v1/completions", {"prompt": "1", "max_tokens": 100_000}, "max_tokens"),
+    ("/v1/completions", {"prompt": "1" * 10**6}, "prompt"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1" * 10**6}]}, "messages"),
     ("/v1/chat/completions", {}, "messages"),
     ("/v1/chat/completions", {"messages": [{"content": "no role"}]}, "messages[0]"),
     (
@@ -319,6 +330,13 @@ WRONG = [
     ),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], "top_logprobs": 2}, "top_logprobs"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], "tools": TOOLS}, "tools"),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "1"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        "chat_template_kwargs",
+    ),
+    ("/v1/completions", {"prompt": "1", "stream": True, "stream_options": 5}, "stream_options"),
     ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
     ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"min_p": 0.1}}, "sampling_params.min_p"),
 ]
@@ -341,6 +359,13 @@ def test_other_errors_have_the_same_form(api: Api, start: Callable[..., Api]) ->
     assert api.request("/v1/completions", {"model": "other", "prompt": "1"})[2]["error"]["code"] == "model_not_found"
     assert api.request("/v1/completions", b"{")[0] == 400
     assert api.request("/v1/completions", b"[]")[0] == 400
+    # Half of a surrogate pair, escaped and as bytes: no tokenizer accepts it, and no response can repeat it.
+    for half in (b"\\ud800", b"\xed\xa0\x80"):
+        for field in (b'"prompt": "%s"', b'"prompt": "1", "stop": "%s"', b'"prompt": "1", "%s": 1'):
+            body = b'{"model": "%s", %s}' % (NAME.encode(), field % half)
+            status, _, content = api.request("/v1/completions", body)
+            assert (status, content["error"]["type"]) == (400, "invalid_request_error"), body
+    assert api.request("/v1/completions", b'{"model": "%s", "prompt": "\\ud83d\\ude00"}' % NAME.encode())[0] == 200
     assert api.request("/v1/completions")[0] == 405
     assert api.request("/v1/nothing", {})[0] == 404
     # Neutral values of what is not supported, and what changes nothing, are accepted.
