@@ -40,11 +40,11 @@ from gspo.model.save import save_model
 from gspo.objectives.adaptive_clip import ClipRange, at_limit
 from gspo.objectives.describe import resolved
 from gspo.ranks.usage import RankUsage, exchange_usage
-from gspo.record.eval_metrics import eval_metrics, rank_timings, source_eval_metrics, step_timings
+from gspo.record.eval_metrics import rank_timings, step_eval_metrics, step_timings
 from gspo.record.held_out import HeldOutScores
 from gspo.record.incidents import Incidents, skipped_in_row
 from gspo.record.ledger import Ledger
-from gspo.record.metrics import lag_metrics, rollout_records, step_metrics
+from gspo.record.metrics import evaluation_records, lag_metrics, rollout_records, step_metrics
 from gspo.record.progress import Display
 from gspo.record.rollbacks import SKIPPED, Rollback
 from gspo.record.run_dir import RunDir, read_metrics
@@ -259,8 +259,9 @@ class Loop:
         assert state.pending is not None
         clock = clock or Clock()
         with clock.measure("step"), clock.measure("eval"), self.stop.interruptible():
-            evaluation = self._evaluate(state)
-        metrics = {**state.pending, **evaluation}
+            evaluations = self._evaluate(state)
+        self._write_evaluations(state.step, evaluations)
+        metrics = {**state.pending, **step_eval_metrics(evaluations)}
         # Step 0 has no timings: the usage of its evaluation is counted in step 1.
         usage = self.context.rewards.take_usage() if state.step else {}
         lag = self.collector.timings() if self.collector is not None else {}
@@ -268,7 +269,7 @@ class Loop:
         state = self._set_state(replace(state, pending=None, offsets=self.run_dir.offsets()))
         self._check_alarms(state, metrics)
         self._check_held_out(state, metrics)
-        self._call_back(state, metrics, evaluated=bool(evaluation))
+        self._call_back(state, metrics, evaluated=bool(evaluations))
         return state
 
     def _call_back(self, state: TrainerState, metrics: Mapping[str, Any], *, evaluated: bool) -> None:
@@ -321,22 +322,21 @@ class Loop:
         self.sinks.log(state.step, {**metrics, **timings})
         self.display.step(state.step, self.planned_steps(state), metrics, timings)
 
-    def _evaluate(self, state: TrainerState) -> dict[str, Any]:
-        """The metrics of the evaluations that are due: on the held-out problems and on the sets of `eval.sets`."""
+    def _evaluate(self, state: TrainerState) -> dict[str, Evaluation]:
+        """The evaluations that are due: on the held-out problems (`""`) and on the sets of `eval.sets`, by name."""
         problems, settings = self.context.problems, self.config.eval
-        metrics: dict[str, Any] = {}
+        evaluations: dict[str, Evaluation] = {}
         if problems.held_out and self._due(settings, state):
             done = self._evaluation(problems.held_out, settings, "eval", state.step)
             if state.step == 0:
                 self.incidents.check_first_evaluation(done)
-            metrics |= eval_metrics(done) | source_eval_metrics(done)
+            evaluations[""] = done
         # The last step evaluates all sets, also if the evaluation above makes it the last.
-        ends = self.held_out.would_end_run({"step": state.step, **metrics})
+        ends = self.held_out.would_end_run({"step": state.step, **step_eval_metrics(evaluations)})
         for name, one in settings.sets.items():
             if self._due(one, state, ends=ends):
-                done = self._evaluation(problems.sets[name], one, f"eval/{name}", state.step)
-                metrics |= eval_metrics(done, name)
-        return metrics
+                evaluations[name] = self._evaluation(problems.sets[name], one, f"eval/{name}", state.step)
+        return evaluations
 
     def _due(self, settings: EvalConfig | EvalSetConfig, state: TrainerState, *, ends: bool = False) -> bool:
         return bool(settings.every) and (state.step % settings.every == 0 or ends or self.is_finished(state))
@@ -383,6 +383,21 @@ class Loop:
             self.run_dir.write_rollouts(step, rollout_records(context.objective, collected, learned, routes=routes))
         except OSError as error:
             self.display.message(f"warning: step {step}: the completions could not be written ({error})")
+
+    def _write_evaluations(self, step: int, evaluations: Mapping[str, Evaluation]) -> None:
+        """Write completions of a step's evaluations. As with those of training, a failure is only a warning."""
+        most = self.config.log.evaluations
+        if not evaluations or not most:
+            return
+        records = (
+            record
+            for name, evaluation in evaluations.items()
+            for record in evaluation_records(evaluation, name=name, most=most)
+        )
+        try:
+            self.run_dir.write_evaluations(step, records)
+        except OSError as error:
+            self.display.message(f"warning: step {step}: the held-out completions could not be written ({error})")
 
     # ---- what a step changes for the next one
 

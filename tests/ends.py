@@ -21,8 +21,8 @@ def run_of(config: Config) -> Path:
 def same_end(a: Path, b: Path) -> None:
     """Assert byte-identical metrics and completions, and a bitwise identical last checkpoint."""
     assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
-    for file in sorted((a / "rollouts").iterdir()):
-        assert file.read_bytes() == (b / "rollouts" / file.name).read_bytes()
+    for file in (file for folder in ("rollouts", "evaluations") for file in sorted((a / folder).glob("*"))):
+        assert file.read_bytes() == (b / file.parent.name / file.name).read_bytes()
     last = [checkpoint.saved(run / "checkpoints")[-1] for run in (a, b)]
     assert last[0].name == last[1].name
     one, other = map(tensors_of, last)

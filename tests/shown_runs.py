@@ -140,4 +140,20 @@ def make_run(path: Path, *, steps: int = 12, completions: Sequence[Mapping[str, 
     hostile = [completion("train/1", i, text) for i, text in enumerate(HOSTILE)]
     write_lines(path / "rollouts" / "000005.jsonl", hostile if completions is None else completions)
     write_lines(path / "rollouts" / "000006.jsonl", [completion("train/2", i, f"answer {i}") for i in range(4)])
+    for step in (0, 10):
+        write_lines(path / "evaluations" / f"{step:06d}.jsonl", evaluated(step))
     return path
+
+
+def evaluated(step: int) -> list[dict[str, Any]]:
+    """The records of an evaluation. Of its problems, the second is correct at the end, the third at the start."""
+    right = {"held_out/0": True, "held_out/1": step > 0, "held_out/2": step == 0}
+    absent = ("trained", "shaped_reward", "advantage", "sequence_ratio", "clipped_fraction", "clipped_tokens")
+    absent += ("logp_old", "logp_new")
+    records = []
+    for prompt, correct in right.items():
+        for number, text in enumerate((f"{prompt} at {step}", HOSTILE[0])):
+            verdict = {"reward": float(correct), "correct": correct, "answer": "forty-two", "greedy": bool(number)}
+            record = completion(prompt, number, text, **verdict)
+            records.append({key: value for key, value in record.items() if key not in absent})
+    return records

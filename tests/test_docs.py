@@ -107,6 +107,12 @@ def test_rollout_fields_and_their_definitions_match(run: Path) -> None:
     assert keys(rows) | others == documented_names("rollouts/STEP.jsonl")
 
 
+def test_fields_of_evaluations_and_their_definitions_match(run: Path) -> None:
+    rows = [row for file in sorted((run / "evaluations").iterdir()) for row in read_jsonl(file)]
+    own = documented_names("evaluations/STEP.jsonl")
+    assert own <= keys(rows) <= own | documented_names("rollouts/STEP.jsonl")
+
+
 def test_events_and_their_definitions_match(run: Path) -> None:
     text = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "gspo").rglob("*.py"))
     assert set(re.findall(r'\.event\(\s*"([^"]+)"', text)) == documented_names("events.jsonl")
@@ -181,7 +187,7 @@ def test_examples_of_the_library_run(source: str) -> None:
 
 def commands(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The commands that `gspo --help` lists."""
-    return re.findall(r"^    (\w+)(?:  |$)", help_text(capsys), re.MULTILINE)
+    return re.findall(r"^    ([\w-]+)(?:  |$)", help_text(capsys), re.MULTILINE)
 
 
 def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
@@ -192,7 +198,7 @@ def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
 
 def test_the_command_line_page_has_every_command_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = (DOCS / "cli.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^## gspo (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    sections = dict(re.findall(r"^## gspo ([\w-]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     assert set(sections) == set(commands(capsys))
     for command, section in sections.items():
         options = set(re.findall(r"^  (?:-\w[^,]*, )?(--[a-z-]+)", help_text(capsys, command), re.MULTILINE))

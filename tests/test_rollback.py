@@ -77,8 +77,9 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 def same_end(a: Path, b: Path) -> None:
     """Assert identical metrics, completions, abandoned steps and rollbacks, and a bitwise identical last checkpoint."""
-    names = [p.relative_to(a) for folder in ("rollouts", "abandoned") for p in sorted((a / folder).rglob("*.jsonl"))]
-    assert {p.relative_to(b) for folder in ("rollouts", "abandoned") for p in (b / folder).rglob("*")} >= set(names)
+    folders = ("rollouts", "evaluations", "abandoned")
+    names = [p.relative_to(a) for folder in folders for p in sorted((a / folder).rglob("*.jsonl"))]
+    assert {p.relative_to(b) for folder in folders for p in (b / folder).rglob("*")} >= set(names)
     for name in (Path("metrics.jsonl"), Path("rollbacks.json"), *names):
         if name.name != "timings.jsonl":
             assert (a / name).read_bytes() == (b / name).read_bytes(), name

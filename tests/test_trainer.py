@@ -72,8 +72,36 @@ def test_a_resumed_run_is_byte_identical_to_the_uninterrupted_run(
     for step in range(1, 5):
         name = f"rollouts/{step:06d}.jsonl"
         assert (run_of(cut) / name).read_bytes() == (run_of(whole) / name).read_bytes()
+    for name in ("000000.jsonl", "000004.jsonl"):
+        assert (run_of(cut) / "evaluations" / name).read_bytes() == (run_of(whole) / "evaluations" / name).read_bytes()
     assert same_checkpoint(run_of(cut) / "checkpoints/000004", run_of(whole) / "checkpoints/000004")
     assert [r["step"] for r in read_jsonl(run_of(cut) / "timings.jsonl")] == [1, 2, 3, 4]
+
+
+def test_completions_of_evaluations_are_recorded(tiny: Callable[..., Config], display: Any) -> None:
+    few = ("task=sorting", "size=2", "every=4", "greedy=false")
+    config = tiny(*(f"eval.sets.few.{setting}" for setting in few), "steps=4", "eval.samples=2", "log.evaluations=3")
+    train(config, display)
+    folder = run_of(config) / "evaluations"
+    assert sorted(file.name for file in folder.iterdir()) == ["000000.jsonl", "000002.jsonl", "000004.jsonl"]
+    first, middle, last = (read_jsonl(file) for file in sorted(folder.iterdir()))
+    held_out = [r for r in first if "set" not in r]
+    # Of the 8 problems, the same 3 each time: two sampled completions and a greedy one of each.
+    ids = [(r["prompt_id"], r["sample"], r.get("greedy", False)) for r in held_out]
+    problems = list(dict.fromkeys(prompt for prompt, _, _ in ids))
+    assert len(problems) == 3
+    assert ids == [(prompt, i, i == 2) for prompt in problems for i in range(3)]
+    assert [(r["prompt_id"], r["sample"]) for r in middle] == [(prompt, i) for prompt, i, _ in ids]
+    assert [r.get("set") for r in last] == [None] * 9 + ["few"] * 4
+    assert all(r["answer"] and "trained" not in r for r in first + middle + last)
+    rewards = {r["prompt_id"]: r["reward"] for r in held_out}
+    assert None not in rewards.values()
+
+
+def test_completions_of_evaluations_can_be_disabled(tiny: Callable[..., Config], display: Any) -> None:
+    config = tiny("steps=1", "log.evaluations=0")
+    train(config, display)
+    assert not (run_of(config) / "evaluations").exists()
 
 
 def test_metrics_and_records_say_how_completions_ended(tiny: Callable[..., Config], display: Any) -> None:

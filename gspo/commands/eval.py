@@ -26,8 +26,7 @@ from gspo.data.sources import check_file
 from gspo.errors import ConfigError, GspoError
 from gspo.record import run_format
 from gspo.record.progress import life_signs
-from gspo.record.run_dir import replace_text, writing
-from gspo.redact import known_secrets, redacted
+from gspo.record.run_dir import json_line, replace_text, writing
 from gspo.suites import suite_names
 from gspo.types import Prompt
 
@@ -407,24 +406,13 @@ def _write_numbers(
 
 
 def _write_completions(path: Path, evaluation: Evaluation) -> None:
+    from gspo.record.metrics import evaluation_records
+
     with (
         writing(path, "free disk space there, or choose another --completions"),
         path.open("w", encoding="utf-8") as out,
     ):
-        for group in evaluation.groups:
-            for c, s in zip(group.completions, group.scores, strict=True):
-                record = {
-                    "prompt_id": group.prompt.id,
-                    "sample": c.sample,
-                    "prompt": group.prompt.text,
-                    "text": c.text,
-                    "stop": c.stop,
-                    **({"thinking_cut": True} if c.thinking_cut else {}),
-                }
-                # The message of an exception may quote an API key.
-                failure = s.failure and redacted(s.failure, known_secrets())
-                record |= {"reward": s.reward, "correct": s.correct, "status": s.status, "failure": failure}
-                out.write(json.dumps(record) + "\n")
+        out.writelines(json_line(record) for record in evaluation_records(evaluation))
 
 
 COMMAND = Command(

@@ -515,6 +515,10 @@ class AlarmsConfig:
 class LogConfig:
     rollouts: bool = True
     """Write every completion with its tokens and log-probs to `rollouts/`."""
+    evaluations: NonNegative = 100
+    """Write the completions of at most this many problems of each evaluation to `evaluations/`: on the held-out
+    problems and on each set of `eval.sets`. Of more problems, evenly spaced ones are written, always the same. `0`
+    writes none."""
     sinks: tuple[Sink, ...] = ()
     """Also log metrics and settings to `tensorboard`, `wandb`, `trackio` or `mlflow`. A resumed run continues in the
     same run there."""

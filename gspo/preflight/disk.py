@@ -1,4 +1,4 @@
-"""Disk space for checkpoints and rollouts, and a run directory that can be used.
+"""Disk space for checkpoints and completions, and a run directory that can be used.
 
 In: the context. Out: findings. Invariant: the checks create and write nothing.
 """
@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gspo.config import EvalConfig, EvalSetConfig
 from gspo.learner.checkpoint import size_of
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.findings import Finding, fail, ok, warning
 from gspo.preflight.machine import human
-from gspo.preflight.step_time import batches_per_step
+from gspo.preflight.step_time import batches_per_step, evaluation_count
 from gspo.record.retention import abandoned_steps, extra_checkpoints, most_checkpoints
+from gspo.types import Prompt
 
 TOKEN_BYTES = 64
 """Bytes per completion token in `rollouts/`: its id, three log-probs, flags. Measured on demo runs: 62."""
 COMPLETION_BYTES = 600
 """Bytes per completion in `rollouts/`, without its tokens and texts."""
+EVALUATED_TOKEN_BYTES, EVALUATED_COMPLETION_BYTES = 28, 250
+"""The same in `evaluations/`, where a token has its id and one log-prob."""
 TEXT_BYTES = 4
 """Bytes per token of text."""
 
@@ -31,7 +35,8 @@ def check_disk(context: PreflightContext) -> Iterator[Finding]:
     each, count = checkpoint_bytes(context), checkpoints(context)
     logged = rollout_bytes(context)
     steps, abandoned = context.config.steps, abandoned_steps(context.config)
-    need = each * count + logged * (steps + abandoned)
+    evaluated = evaluation_bytes(context)
+    need = each * count + logged * (steps + abandoned) + evaluated
     masters = ", float32 masters" if _low_precision(context) else ""
     lag = context.config.rollout.max_lag
     older = f", up to {lag} of older weights for rollout.max_lag" if lag else ""
@@ -41,6 +46,9 @@ def check_disk(context: PreflightContext) -> Iterator[Finding]:
         f"{_kept(context)}",
         f"{'rollouts':<24} {human(logged * steps):>8}   {steps} steps x {human(logged)}{disabled}",
     ]
+    if evaluated:
+        most = context.config.log.evaluations
+        detail.append(f"{'evaluations':<24} {human(evaluated):>8}   at most {most} problems of each (log.evaluations)")
     if abandoned:
         detail.append(
             f"{'abandoned rollouts':<24} {human(logged * abandoned):>8}   up to about {abandoned} steps that "
@@ -84,6 +92,23 @@ def rollout_bytes(context: PreflightContext) -> float:
     refill = most if context.objective and context.objective.keep == "mixed" else 1
     text = TEXT_BYTES * (context.longest_prompt + context.completion_length)
     return context.completions * refill * (COMPLETION_BYTES + TOKEN_BYTES * context.completion_length + text)
+
+
+def evaluation_bytes(context: PreflightContext) -> float:
+    """Bytes that the evaluations of the run write to `evaluations/`."""
+    config, problems = context.config, context.problems
+    if problems is None:
+        return 0.0
+    parts: list[tuple[EvalConfig | EvalSetConfig, Sequence[Prompt]]] = [(config.eval, problems.held_out)]
+    parts += [(one, problems.sets[name]) for name, one in config.eval.sets.items()]
+    completions = sum(
+        evaluation_count(config.steps, settings.every)
+        * min(len(prompts), config.log.evaluations)
+        * (settings.samples + settings.greedy)
+        for settings, prompts in parts
+    )
+    text = TEXT_BYTES * (context.longest_prompt + context.completion_length)
+    return completions * (EVALUATED_COMPLETION_BYTES + EVALUATED_TOKEN_BYTES * context.completion_length + text)
 
 
 def _kept(context: PreflightContext) -> str:

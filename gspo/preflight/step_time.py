@@ -138,10 +138,14 @@ class _Evaluations:
         settings: EvalConfig | EvalSetConfig,
         problems: int,
     ) -> _Evaluations:
-        steps, every = context.config.steps, settings.every
         completions = problems * (settings.samples + settings.greedy)
         seconds = (timings.rollout_s + timings.reward_s) * completions / timings.completions
-        return cls(what=what, runs=1 + steps // every + bool(steps % every) if every else 0, seconds=seconds)
+        return cls(what=what, runs=evaluation_count(context.config.steps, settings.every), seconds=seconds)
+
+
+def evaluation_count(steps: int, every: int) -> int:
+    """How often a run is evaluated: every so many steps, and before the first and after the last one."""
+    return 1 + steps // every + bool(steps % every) if every else 0
 
 
 def _range(low: float, high: float) -> str:

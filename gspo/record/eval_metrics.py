@@ -16,6 +16,16 @@ from gspo.ranks.usage import RankUsage
 from gspo.reduction import Family, Max, Mean, Reduced, Same, combined
 
 
+def step_eval_metrics(evaluations: Mapping[str, Evaluation]) -> dict[str, Any]:
+    """The metrics of a step's evaluations: on the held-out problems (`""`) and on evaluation sets, by name."""
+    metrics: dict[str, Any] = {}
+    for name, evaluation in evaluations.items():
+        metrics |= eval_metrics(evaluation, name)
+        if not name:
+            metrics |= source_eval_metrics(evaluation)
+    return metrics
+
+
 def eval_metrics(evaluation: Evaluation, name: str = "") -> dict[str, Any]:
     """The metrics of an evaluation on the held-out problems, or on the evaluation set of this name."""
     family = f"eval/{name}" if name else "eval"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gspo.config import RolloutConfig
+from gspo.evaluation import Evaluation
 from gspo.learner.optimizer import Update
 from gspo.learner.result import LearnResult
 from gspo.learner.routing_replay import RoutingStats
@@ -120,7 +121,8 @@ def _sample_size(weights: Tensor) -> float:
 
 def drop_reasons(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, int]:
     """Number of completions that were not trained on, by reason, most frequent first."""
-    return dict(Counter(reason for *_, reason in _completions(objective, collected, learned) if reason).most_common())
+    counts = Counter(reason for *_, reason in _completions(objective, collected, learned) if reason)
+    return dict((counts + Counter(over_lag=len(collected.dropped))).most_common())
 
 
 def _completions(
@@ -448,6 +450,27 @@ def rollout_records(
             reward = float(learned.reward_B[index])
             advantage = float(learned.advantage_B[index])
             yield record | {"trained": True, "shaped_reward": reward, "advantage": advantage, **by_sequence[index]}
+
+
+def evaluation_records(evaluation: Evaluation, *, name: str = "", most: int | None = None) -> Iterator[dict[str, Any]]:
+    """One record per completion of an evaluation, on the evaluation set of this name if it has one: the fields of
+    `rollout_records` that do not depend on training. The greedy completion of a problem follows its sampled ones.
+
+    Of more than `most` problems, evenly spaced ones are recorded. They are the same in each evaluation, so that the
+    completions of several steps can be compared."""
+    count = len(evaluation.groups)
+    kept = range(count) if most is None or count <= most else [i * count // most for i in range(most)]
+    greedy = evaluation.greedy_groups
+    for index in kept:
+        row = ({"set": name} if name else {}) | answer_and_columns(evaluation.groups[index].prompt)
+        yield from _records_of(evaluation.groups[index], row)
+        if greedy is not None:
+            yield from _records_of(greedy[index], row | {"greedy": True})
+
+
+def _records_of(group: Group, more: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for completion, score in zip(group.completions, group.scores, strict=True):
+        yield _completion_record(group, completion, score) | more
 
 
 def _completion_record(group: Group, completion: Completion, score: Score) -> dict[str, Any]:

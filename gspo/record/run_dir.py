@@ -6,6 +6,7 @@
     metrics.jsonl          one object per step; deterministic, byte-identical after a resume
     timings.jsonl          one object per step; everything that depends on the clock or on the machine
     rollouts/000012.jsonl  every completion of the step
+    evaluations/000010.jsonl  completions of the evaluations after the step
     reward_errors/01.txt   the first failure of a reward function in each place: traceback, output, completion
     reward_cache/          scores of judges and reward models behind an endpoint, so that none is paid for twice
     tokenizer/             the tokenizer, to decode the completions' token ids
@@ -16,7 +17,7 @@
     trackers.json          the run's ids in wandb, trackio and MLflow, with log.sinks
     best.json              the step of the best checkpoint, with `checkpoint.keep_best`
     rollbacks.json         every rollback; see record/rollbacks.py
-    abandoned/001/         metrics, timings and rollouts of the steps that the first rollback abandoned
+    abandoned/001/         metrics, timings and completions of the steps that the first rollback abandoned
     ranks/1.log            what rank 1 has printed, if the run has several ranks
     inputs/                rows and a model that the Python API was given as objects
 
@@ -52,6 +53,8 @@ from gspo.record import held_out, rollbacks, run_format
 from gspo.redact import known_secrets, redacted, redacted_values
 
 STEP_FILES = ("metrics.jsonl", "timings.jsonl")
+STEP_FOLDERS = ("rollouts", "evaluations")
+"""Folders with a file of completions per step."""
 FILES = (
     ".lock",
     run_format.FILE,
@@ -67,7 +70,7 @@ FILES = (
     *STEP_FILES,
 )
 FOLDERS = (
-    "rollouts",
+    *STEP_FOLDERS,
     "tokenizer",
     "checkpoints",
     "reference",
@@ -79,7 +82,7 @@ FOLDERS = (
     "wandb",
     "inputs",
 )
-RENAMED = ("rollouts", "checkpoints")
+RENAMED = (*STEP_FOLDERS, "checkpoints")
 """Folders whose files are never written in place, so a hard link to one of them is harmless."""
 LONGEST_ROW = 1 << 20
 """Upper bound on the bytes of one line of metrics."""
@@ -178,13 +181,22 @@ class RunDir:
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write every completion of a step."""
-        file = self.path / "rollouts" / f"{step:06d}.jsonl"
+        self._write_completions("rollouts", step, records)
+
+    def write_evaluations(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write completions of the evaluations after a step."""
+        self._write_completions("evaluations", step, records)
+
+    def _write_completions(self, folder: str, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        file = self.path / folder / f"{step:06d}.jsonl"
         partial = file.with_suffix(".tmp")
         partial.unlink(missing_ok=True)
         try:
             # `x` refuses an existing file, so a link that appears after the unlink is not written through.
-            with self.writing(f"rollouts/{file.name}"), partial.open("x", encoding="utf-8") as out:
-                out.writelines(_line(record) for record in records)
+            with self.writing(f"{folder}/{file.name}"):
+                file.parent.mkdir(exist_ok=True)
+                with partial.open("x", encoding="utf-8") as out:
+                    out.writelines(json_line(record) for record in records)
         except DiskError:
             partial.unlink(missing_ok=True)
             raise
@@ -235,12 +247,12 @@ class RunDir:
             if (self.path / name).exists():
                 # By bytes, not by steps, so that the file is byte-identical to that of an uninterrupted run.
                 os.truncate(self.path / name, offsets.get(name, 0))
-        for file in self._rollouts_after(step):
+        for file in self._completions_after(step):
             file.unlink()
 
-    def _rollouts_after(self, step: int) -> list[Path]:
-        """The completions of later steps."""
-        files = (self.path / "rollouts").glob("*.jsonl")
+    def _completions_after(self, step: int) -> list[Path]:
+        """The files with completions of later steps."""
+        files = (file for folder in STEP_FOLDERS for file in (self.path / folder).glob("*.jsonl"))
         # Only files that a run wrote: the folder may hold a user's own.
         return [file for file in files if _STEP.fullmatch(file.stem) and int(file.stem) > step]
 
@@ -259,13 +271,15 @@ class RunDir:
             return
         with self.writing(f"abandoned/{target.name}"):
             partial = target.with_name(f".tmp-{target.name}")
-            (partial / "rollouts").mkdir(parents=True, exist_ok=True)
+            folders = [partial / name for name in STEP_FOLDERS]
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
             for name in STEP_FILES:
                 # Copied: `rewind` truncates the file.
                 _copy_tail(self.path / name, offsets.get(name, 0), partial / name)
-            for file in self._rollouts_after(step):
-                file.rename(partial / "rollouts" / file.name)
-            for folder in (partial / "rollouts", partial):
+            for file in self._completions_after(step):
+                file.rename(partial / file.parent.name / file.name)
+            for folder in (*folders, partial):
                 _flush(folder)
             partial.rename(target)
             _flush(target.parent)
@@ -327,7 +341,7 @@ class RunDir:
         # Before each line: a run directory that was moved away must not be written to under its old path.
         self.check_held()
         with self.writing(name):
-            _append_whole(self.path / name, _line(values).encode("ascii"))
+            _append_whole(self.path / name, json_line(values).encode("ascii"))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -438,7 +452,8 @@ def _append_whole(path: Path, data: bytes) -> None:
         os.close(file)
 
 
-def _line(values: Mapping[str, Any]) -> str:
+def json_line(values: Mapping[str, Any]) -> str:
+    """A record as a line of JSON."""
     try:
         # ASCII: U+2028 and similar characters in a completion would split the line for some readers.
         return json.dumps(values, ensure_ascii=True, allow_nan=False) + "\n"

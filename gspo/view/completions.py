@@ -1,8 +1,8 @@
-"""The completions of a step, down to the token.
+"""The completions of a step or of its evaluations, down to the token.
 
-In: `rollouts/STEP.jsonl` and the run's tokenizer. Out: groups, completions, tokens. Invariant: only files named by a
-step number in the run's own `rollouts` are read, links are not followed, and long text is truncated with a mark. Model
-output is data, whatever it looks like.
+In: `rollouts/STEP.jsonl` or `evaluations/STEP.jsonl`, and the run's tokenizer. Out: groups, completions, tokens.
+Invariant: only files named by a step number in these folders of the run are read, links are not followed, and long text
+is truncated with a mark. Model output is data, whatever it looks like.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gspo.types import UNIFORM_TOLERANCE
 from gspo.view.run_reader import LONGEST_NAME, bounded
 
 LARGEST_FILE = 1 << 28
-"""Size limit of a rollouts file in bytes."""
+"""Size limit of a file of completions in bytes."""
 CACHE_BYTES = 1 << 25
 """File bytes whose parsed records are cached. The newest file is always cached."""
 EXCERPT = 240
@@ -34,7 +34,7 @@ LONGEST_TEXT = 100_000
 MOST_TOKENS = 10_000
 """Displayed tokens of a completion."""
 MOST_RECORDS = 50_000
-"""Lines read from a rollouts file. A short line takes many times its size once it is parsed."""
+"""Lines read from a file of completions. A short line takes many times its size once it is parsed."""
 MOST_LISTED = 2000
 """Listed completions or groups of a step."""
 LONGEST_COLUMN = 4000
@@ -46,10 +46,10 @@ Record = Mapping[str, Any]
 
 
 class Completions:
-    """The completions of one run."""
+    """The completions of one run: those of `rollouts/`, or of another folder with the same records."""
 
-    def __init__(self, run: Path) -> None:
-        self.folder = run / "rollouts"
+    def __init__(self, run: Path, folder: str = "rollouts") -> None:
+        self.folder = run / folder
         self._pieces = TokenTexts(run)
         self._cache: OrderedDict[tuple[int, int, int], list[Record]] = OrderedDict()
 
@@ -109,7 +109,7 @@ class Completions:
             "total": len(records),
             "found": len(found),
             "completions": [
-                {"group": g, "number": n, "prompt": _truncate(r.get("prompt"), EXCERPT), **_summary(r)}
+                {"group": g, "number": n, "prompt": truncate(r.get("prompt"), EXCERPT), **summary(r)}
                 for g, n, r in found[:MOST_LISTED]
             ],
         }
@@ -124,14 +124,14 @@ class Completions:
         positions = [(g, n) for g, members in enumerate(groups) for n in range(len(members))]
         at = positions.index((group, number))
         return {
-            **_summary(record),
+            **summary(record),
             "group": group,
             "number": number,
             "completions": len(groups[group]),
             "previous": positions[at - 1] if at else None,
             "next": positions[at + 1] if at + 1 < len(positions) else None,
-            "prompt": _truncate(record.get("prompt"), LONGEST_TEXT),
-            "text": _truncate(record.get("text"), LONGEST_TEXT),
+            "prompt": truncate(record.get("prompt"), LONGEST_TEXT),
+            "text": truncate(record.get("text"), LONGEST_TEXT),
             "version": record.get("version"),
             "parts": record["parts"],
             "failure": record.get("failure"),
@@ -256,9 +256,9 @@ def _records(data: bytes) -> list[Record]:
     return found
 
 
-TEXT_FIELDS = ("prompt_id", "prompt", "text", "stop", "end", "status", "drop_reason", "failure")
+TEXT_FIELDS = ("prompt_id", "set", "prompt", "text", "stop", "end", "status", "drop_reason", "failure")
 NUMBER_FIELDS = ("sample", "version", "reward", "shaped_reward", "advantage", "sequence_ratio", "clipped_fraction")
-FLAG_FIELDS = ("correct", "trained", "computed", "thinking_cut")
+FLAG_FIELDS = ("correct", "trained", "computed", "thinking_cut", "greedy")
 
 
 def _validate(raw: Record) -> Record:
@@ -282,7 +282,7 @@ def _validate(raw: Record) -> Record:
 def _column(value: Any) -> str:
     """A value of a row as text: JSON, unless it is text."""
     value = bounded(value)
-    return _truncate(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), LONGEST_COLUMN)
+    return truncate(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), LONGEST_COLUMN)
 
 
 def _only(value: Any, *types: type) -> Any:
@@ -343,9 +343,9 @@ def _group(number: int, records: Sequence[Record]) -> dict[str, Any]:
     return {
         "group": number,
         "prompt_id": records[0].get("prompt_id"),
-        "prompt": _truncate(records[0].get("prompt"), EXCERPT),
-        "answer": None if records[0]["answer"] is None else _truncate(records[0]["answer"], EXCERPT),
-        "completions": [_summary(r) for r in records],
+        "prompt": truncate(records[0].get("prompt"), EXCERPT),
+        "answer": None if records[0]["answer"] is None else truncate(records[0]["answer"], EXCERPT),
+        "completions": [summary(r) for r in records],
         "uniform": uniform,
         "correct": sum(correct),
         "judged": len(correct),
@@ -354,12 +354,12 @@ def _group(number: int, records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _summary(record: Record) -> dict[str, Any]:
+def summary(record: Record) -> dict[str, Any]:
     """A completion as shown in lists."""
     return {
         "prompt_id": record.get("prompt_id"),
         "sample": record.get("sample"),
-        "excerpt": _truncate(record.get("text"), EXCERPT),
+        "excerpt": truncate(record.get("text"), EXCERPT),
         "length": _length(record),
         "stop": record.get("stop"),
         "end": record.get("end"),
@@ -368,6 +368,7 @@ def _summary(record: Record) -> dict[str, Any]:
         "status": record.get("status"),
         "reward": record.get("reward"),
         "correct": record.get("correct"),
+        "greedy": bool(record.get("greedy")),
         "trained": record.get("trained"),
         "drop_reason": record.get("drop_reason"),
         "computed": record.get("computed") is not False,
@@ -378,7 +379,8 @@ def _summary(record: Record) -> dict[str, Any]:
     }
 
 
-def _truncate(text: Any, most: int) -> str:
+def truncate(text: Any, most: int) -> str:
+    """Text of at most `most` characters, with a mark if it was longer."""
     text = str(text or "")
     return text if len(text) <= most else text[:most] + " …"
 

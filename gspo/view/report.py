@@ -25,7 +25,9 @@ from gspo.view.diagnosis import Finding
 
 # Enough for the width of a screen; the file stays small.
 POINTS = 800
-SCRIPTS = ("chart.js", "tokens.js", "report.js")
+SCRIPTS = ("chart.js", "tokens.js", "evaluation.js", "report.js")
+REPORTED_PROBLEMS = 100
+"""Problems of an evaluation set that the file contains."""
 PER_RUN_SETTINGS = ("name", "run_dir")
 """Settings that always differ."""
 
@@ -110,6 +112,7 @@ def _run_or_error(watched: WatchedRun) -> dict[str, Any]:
             "settings": {},
             "environment": {},
             "examples": [],
+            "evaluated": [],
         }
         return {**empty, **problem, "findings": [dataclasses.asdict(finding)]}
 
@@ -121,6 +124,7 @@ def _run(watched: WatchedRun) -> dict[str, Any]:
         "settings": watched.run.settings,
         "environment": watched.run.environment,
         "examples": _examples(watched),
+        "evaluated": _last_evaluations(watched),
     }
 
 
@@ -137,6 +141,16 @@ def _examples(watched: WatchedRun) -> list[dict[str, Any]]:
             used.add((step, example["group"], example["number"]))
             found.append({"why": kind.why, **handlers.completion(watched, step, example["group"], example["number"])})
     return found
+
+
+def _last_evaluations(watched: WatchedRun) -> list[dict[str, Any]]:
+    """The problems of the evaluations after the last evaluated step, by set."""
+    steps = watched.evaluations.steps()
+    if not steps:
+        return []
+    sets = watched.evaluations.sets(steps[-1])
+    found = [handlers.evaluation(watched, steps[-1], {"set": name}) for name in sets]
+    return [{**one, "problems": one["problems"][:REPORTED_PROBLEMS]} for one in found]
 
 
 def _differences(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -660,8 +660,13 @@ def test_f4_a_full_disk_at_a_report_right_after_an_update_leaves_a_state_that_fi
     same_end(whole, run_of(cut))
 
 
+@pytest.mark.parametrize("method", ["write_rollouts", "write_evaluations"])
 def test_f23_completions_that_cannot_be_written_do_not_stop_a_run(
-    whole_run: Callable[..., Path], tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    whole_run: Callable[..., Path],
+    tiny: Callable[..., Config],
+    display: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from gspo.record.run_dir import RunDir
 
@@ -670,7 +675,7 @@ def test_f23_completions_that_cannot_be_written_do_not_stop_a_run(
 
     whole, cut = whole_run("steps=3"), tiny("steps=3", run_dir="cut")
     with monkeypatch.context() as patch:
-        injector = Injector(patch, RunDir, "write_rollouts", 2, full)
+        injector = Injector(patch, RunDir, method, 2, full)
         train(cut, display)
     assert injector.shots == 1
     assert (whole / "metrics.jsonl").read_bytes() == (run_of(cut) / "metrics.jsonl").read_bytes()

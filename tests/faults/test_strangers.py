@@ -323,10 +323,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 FILES = (".lock", "config.toml", "environment.json", "metrics.jsonl", "timings.jsonl", "events.jsonl", "curves.png")
-FOLDERS = ("rollouts", "tokenizer", "checkpoints", "reference", "reward_errors", "tensorboard", "wandb")
+FOLDERS = ("rollouts", "evaluations", "tokenizer", "checkpoints", "reference", "reward_errors", "tensorboard", "wandb")
 INSIDE = (
     "rollouts/000003.tmp",
     "rollouts/000002.jsonl",
+    "evaluations/000003.tmp",
     "tokenizer/tokenizer.json",
     "checkpoints/.tmp-000003",
     "checkpoints/000003",
@@ -358,7 +359,7 @@ def test_a_resume_writes_and_deletes_nothing_outside(
     {"link": path.symlink_to, "hard link": path.hardlink_to, "pipe": lambda _: os.mkfifo(path)}[kind](target)
     before = contents(outside)
     if kind == "hard link" and name.startswith(
-        ("rollouts/", "checkpoints/")
+        ("rollouts/", "evaluations/", "checkpoints/")
     ):  # these are replaced by renaming, never written in place
         assert resume(untrusted, display, steps=3, trust_run=True).step == 3
     else:

@@ -264,7 +264,7 @@ def test_estimated_sizes_on_disk_match_a_run(
 ) -> None:
     from gspo.trainer import train
 
-    config = tiny("model.dtype=bfloat16", "rollout.prompts=16", "steps=1", "eval.every=0")
+    config = tiny("model.dtype=bfloat16", "rollout.prompts=16", "steps=1", "eval.every=1")
     context = examined(config, *SAMPLED, "objective", value=lambda g, i: 0.0).context
     run = train(config, display).run
     written = sorted((run / "checkpoints").iterdir())
@@ -273,6 +273,8 @@ def test_estimated_sizes_on_disk_match_a_run(
     assert len(written) <= disk.checkpoints(context)
     logged = (run / "rollouts" / "000001.jsonl").stat().st_size
     assert 0.5 < disk.rollout_bytes(context) / logged < 2
+    evaluated = sum(file.stat().st_size for file in (run / "evaluations").iterdir())
+    assert 0.5 < disk.evaluation_bytes(context) / evaluated < 2
 
 
 def test_a_checkpoint_of_a_run_with_a_lag_may_have_older_weights(tiny: Callable[..., Config], examined: Any) -> None:

@@ -42,6 +42,8 @@ ROUTES = [
     "/api/runs/made/about",
     "/api/runs/made/steps/5",
     "/api/runs/made/steps/5/0/0",
+    "/api/runs/made/evaluations/10",
+    "/api/runs/made/evaluations/10/0/0",
 ]
 
 

@@ -234,6 +234,39 @@ def test_the_expected_answer_and_the_columns_are_next_to_the_completion(
     assert page.get_by_text("Expected answer").count() == 0
 
 
+def test_from_an_evaluation_to_what_changed(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    open_dashboard(page, serve(make_run(tmp_path / "made")))
+    page.get_by_role("link", name="step 10", exact=True).click()
+    page.get_by_role("heading", name="Evaluation after step 10").wait_for()
+    page.get_by_text("3 of 3 recorded problems", exact=True).wait_for()
+    page.get_by_text("Since step 0: 1 better, 1 worse").wait_for()
+    page.locator("main .controls select").last.select_option("worse")
+    page.get_by_text("1 of 3 recorded problems", exact=True).wait_for()
+    assert page.locator("[data-problem]").count() == 1
+    row = page.locator("[data-problem]").inner_text()
+    for part in (
+        "what is held_out/2?",
+        "worse than before",
+        "0 of 1 correct (before: 1 of 1)",
+        "forty-two",
+        "greedy 0",
+    ):
+        assert part in row
+    page.get_by_text("text of the 2 completions").click()
+    page.get_by_text("held_out/2 at 10").wait_for()
+    page.locator("a.completion").first.click()
+    page.get_by_role("heading", name="Completion 1 of 2 to held_out/2").wait_for()
+    aside = page.locator("aside").inner_text()
+    assert "not trained on" in aside
+    assert "advantage" not in aside
+    assert "held_out/2 at 0" in page.locator(".before").first.inner_text()
+    page.locator(".before a").first.click()
+    page.get_by_text("evaluation after step 0").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("There is no recorded evaluation before it").wait_for()
+    assert page.evaluate("window.hacked") is None
+
+
 def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     records = [
         completion("train/1", i, f"answer {i}", clipped_fraction=float(i == 1), sequence_ratio=1 + i / 100)
@@ -266,6 +299,16 @@ def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path:
     assert "it was given to the model" in given
     assert "not trained on" in given
     assert "-0.5000" not in given
+
+
+def test_a_report_shows_the_problems_of_the_last_evaluation(page: Any, tmp_path: Path) -> None:
+    page.goto(write_report([make_run(tmp_path / "made")], tmp_path / "report.html").as_uri())
+    page.get_by_text("held-out problems after step 10").click()
+    page.locator(".evaluation .controls select").select_option("wrong")
+    assert page.locator("[data-problem]").count() == 1
+    page.get_by_text("text of the 2 completions").click()
+    page.get_by_text("held_out/2 at 10").wait_for()
+    assert page.locator(".evaluation a").count() == 0
 
 
 def test_the_keyboard_reaches_everything(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -632,7 +675,7 @@ def test_a_late_response_does_not_replace_a_newer_one(browser: Any, serve: Calla
 
     hold(r"/steps/5\?$")
     page.goto(f"http://{served.host}/#/made/5")
-    page.get_by_label("show").select_option("clipped")
+    page.locator("main .controls select").last.select_option("clipped")
     page.get_by_text("2 of 6 completions").wait_for()
     answer()
     assert page.get_by_text("2 of 6 completions").is_visible(), "the whole step was requested first and arrived last"
@@ -670,7 +713,7 @@ def test_filters_persist_and_navigation_follows_them(page: Any, serve: Callable[
     records = [completion("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
     served = serve(make_run(tmp_path / "made", completions=records))
     open_dashboard(page, served, "made/5")
-    page.get_by_label("show").select_option("clipped")
+    page.locator("main .controls select").last.select_option("clipped")
     page.get_by_text("2 of 6 completions").wait_for()
     page.locator("a.match").first.click()
     page.get_by_role("heading", name="Completion 2 of 6").wait_for()

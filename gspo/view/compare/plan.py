@@ -141,7 +141,7 @@ def start_job(out: Path, shared: Config, seed: int) -> Job:
     """The cold start of a seed: a run without training steps."""
     path = start_path(out, seed)
     # A cold start has no training steps to log.
-    log = LogConfig(rollouts=shared.log.rollouts)
+    log = LogConfig(rollouts=shared.log.rollouts, evaluations=shared.log.evaluations)
     config = dataclasses.replace(shared, run_dir=str(path), seed=seed, steps=0, tokens=0, log=log)
     return _job(out, f"start, seed {seed}", path, config)
 

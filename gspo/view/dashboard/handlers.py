@@ -16,9 +16,12 @@ from gspo.record.run_format import ObjectiveFacts
 from gspo.redact import known_secrets, redacted
 from gspo.view.completions import FILTERS, ORDERS
 from gspo.view.dashboard.watchlist import WatchedRun, Watchlist
+from gspo.view.evaluations import PROBLEM_FILTERS
 from gspo.view.panel_data import panels, phases, step_headings
 
 MOST_POINTS = 2000
+MOST_EVALUATIONS = 200
+"""Listed evaluations of a run."""
 
 
 class NotFoundError(Exception):
@@ -62,6 +65,7 @@ def page_setup() -> dict[str, Any]:
         "headings": step_headings(),
         "filters": {name: f.label for name, f in FILTERS.items()},
         "orders": list(ORDERS),
+        "problem_filters": {name: label for name, (label, _) in PROBLEM_FILTERS.items()},
     }
 
 
@@ -116,6 +120,7 @@ def overview(watched: WatchedRun, query: Mapping[str, str]) -> dict[str, Any]:
             **run.curves(points, x=x, first=first, last=last),
             "events": run.events,
             "findings": [dataclasses.asdict(f) for f in run.findings()],
+            "evaluations": watched.evaluations.steps()[-MOST_EVALUATIONS:],
         }
 
 
@@ -149,6 +154,7 @@ def step(watched: WatchedRun, number: int, query: Mapping[str, str]) -> dict[str
             "metrics": row,
             "previous": max((s for s in steps if s < number), default=None),
             "next": min((s for s in steps if s > number), default=None),
+            "evaluated": number in watched.evaluations.steps(),
             "groups": watched.completions.groups(number) if found is None else None,
             "matching": found,
         }
@@ -170,6 +176,44 @@ def completion(watched: WatchedRun, number: int, group: int, sample: int) -> dic
         "clip_low": row.get("clip/low"),
         "clip_high": row.get("clip/high"),
     }
+
+
+def evaluation(watched: WatchedRun, number: int, query: Mapping[str, str]) -> dict[str, Any]:
+    """The problems of an evaluation set, by default of the first one that was evaluated after the step."""
+    with watched.lock:
+        watched.refresh()
+        steps, sets = watched.evaluations.steps(), watched.evaluations.sets(number)
+        if not sets:
+            raise NotFoundError(f"no completions of an evaluation after step {number}")
+        name = _name(query, "set", dict.fromkeys(sets)) or sets[0]
+        found = watched.evaluations.problems(number, name, text=query.get("text", "")[:1000])
+        row = watched.run.row_of(number)
+    return {
+        **found,
+        "sets": sets,
+        "previous": max((s for s in steps if s < number), default=None),
+        "next": min((s for s in steps if s > number), default=None),
+        "numbers": _evaluation_numbers(row, name),
+    }
+
+
+def _evaluation_numbers(row: Mapping[str, Any], name: str) -> dict[str, list[float | None]]:
+    """Accuracy and reward with their intervals, as far as they were measured."""
+    family = f"eval/{name}" if name else "eval"
+    found = {
+        measure: [row.get(f"{family}/{measure}{end}") for end in ("", "_low", "_high")]
+        for measure in ("accuracy", "accuracy_greedy", "reward")
+    }
+    return {measure: values for measure, values in found.items() if values[0] is not None}
+
+
+def evaluated_completion(watched: WatchedRun, number: int, group: int, sample: int) -> dict[str, Any]:
+    """One completion of an evaluation with its tokens."""
+    with watched.lock:
+        found = watched.evaluations.completion(number, group, sample)
+    if found is None:
+        raise NotFoundError(f"evaluation after step {number}, group {group}, completion {sample}")
+    return {**found, "step": number}
 
 
 def _clipped_ratio(objective: ObjectiveFacts) -> str:

@@ -27,6 +27,7 @@ FILES = {
     "style.css": "text/css",
     "chart.js": "text/javascript",
     "tokens.js": "text/javascript",
+    "evaluation.js": "text/javascript",
     "app.js": "text/javascript",
 }
 RESPONSE_S = 30.0
@@ -103,8 +104,17 @@ def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
             raise handlers.NotFoundError(f"{name} {text[:20]!r}")
         return int(text)
 
+    def place(request: Any) -> tuple[int, int, int]:
+        return number(request, "step"), number(request, "group"), number(request, "sample")
+
     def completion(request: Any) -> Any:
-        return handlers.completion(watched(request), *(number(request, name) for name in ("step", "group", "sample")))
+        return handlers.completion(watched(request), *place(request))
+
+    def evaluation(request: Any) -> Any:
+        return handlers.evaluation(watched(request), number(request, "step"), request.query_params)
+
+    def evaluated_completion(request: Any) -> Any:
+        return handlers.evaluated_completion(watched(request), *place(request))
 
     routes = [
         Route("/", index, methods=["GET"]),
@@ -115,5 +125,7 @@ def application(watchlist: Watchlist, keys: SessionKeys) -> Guard:
         route("/api/runs/{run}/about", lambda r: handlers.about(watched(r))),
         route("/api/runs/{run}/steps/{step}", lambda r: handlers.step(watched(r), number(r, "step"), r.query_params)),
         route("/api/runs/{run}/steps/{step}/{group}/{sample}", completion),
+        route("/api/runs/{run}/evaluations/{step}", evaluation),
+        route("/api/runs/{run}/evaluations/{step}/{group}/{sample}", evaluated_completion),
     ]
     return Guard(Starlette(routes=routes), keys)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from gspo.errors import ConfigError
 from gspo.view.completions import Completions
+from gspo.view.evaluations import Evaluations
 from gspo.view.run_reader import RunReader
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -32,6 +33,7 @@ class WatchedRun:
     def __init__(self, path: Path) -> None:
         self.run = RunReader(path)
         self.completions = Completions(path)
+        self.evaluations = Evaluations(path)
         self.lock = threading.Lock()
         # The first call must read the files, and a monotonic clock may start at 0.
         self._refreshed = -REFRESH_EVERY_S

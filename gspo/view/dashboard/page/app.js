@@ -9,6 +9,7 @@ const problem = document.getElementById("problem");
 const etags = new Map();
 const state = {
   setup: null, runs: [], shown: new Set(), chosen: false, filters: { text: "", only: "", order: "" }, matches: [],
+  problems: { text: "", kind: "", set: "" },
   data: new Map(), smooth: 0.6, x: "step", first: null, last: null, view: null, highlighted: null,
 };
 
@@ -200,6 +201,7 @@ function buildOverview() {
   view.findings = node("div", {});
   view.times = node("div", { class: "grid" });
   view.timelines = node("div", {});
+  view.evaluations = node("div", {});
   view.events = node("tbody", {});
   view.whole = node("button", { type: "button", hidden: true, onclick: () => zoom(null, null) }, "show all steps");
   const loading = "This is a sample of the steps; the rest of the run is being read …";
@@ -218,7 +220,7 @@ function buildOverview() {
     const others = saved("gspo-closed", []).filter((t) => t !== title);
     save("gspo-closed", open ? others : [...others, title]);
   };
-  const extra = { System: [view.timesCard, view.timelines] };
+  const extra = { Reward: [view.evaluations], System: [view.timesCard, view.timelines] };
   view.sections = new Sections(state.setup.sections, charts, extra, new Set(closed), changed);
   main.replaceChildren(
     node("section", { class: "card" }, node("h2", {}, "Diagnosis"), view.findings),
@@ -251,11 +253,26 @@ function drawOverview() {
   view.times.replaceChildren(...timed.map((r) => drawTimes(state.setup.phases.curves, r.phases, r.name)));
   view.timesCard.hidden = !timed.length;
   view.timelines.replaceChildren(...timelineCard(runs));
+  view.evaluations.replaceChildren(...evaluationCard(runs));
   view.sections.update();
   highlight(state.highlighted);
   view.events.replaceChildren(...eventTable(runs));
   const names = runs.map((r) => r.name).join();
   if (view.aboutOf !== names) { view.aboutOf = names; drawAbout(runs, view); }
+}
+
+// Links to the recorded evaluations, the newest first.
+function evaluationCard(runs, most = 12) {
+  const evaluated = runs.filter((r) => r.evaluations.length);
+  if (!evaluated.length) return [];
+  const link = (run, step) => node("a", { href: address(run.name, "evaluation", step) }, `step ${step.toLocaleString("en")}`);
+  const lines = evaluated.map((run) => {
+    const steps = run.evaluations.toReversed();
+    const earlier = steps.length > most ? [node("span", { class: "soft" }, "…"), link(run, steps.at(-1))] : [];
+    return node("p", { class: "links" }, runs.length > 1 ? runLabel(run) : null,
+      ...steps.slice(0, most).map((step) => link(run, step)), ...earlier);
+  });
+  return [node("section", { class: "card" }, node("h3", {}, "Completions of evaluations"), ...lines)];
 }
 
 function settingRows(tree, prefix = "") {
@@ -320,7 +337,8 @@ async function showStep(name, step) {
     const stepAddress = (number) => (number === null ? null : address(name, number));
     Object.assign(view, { previous: stepAddress(found.previous), next: stepAddress(found.next), up: "#/" });
     const title = node("h1", {}, `Step ${step.toLocaleString("en")}`);
-    crumbs.replaceChildren(node("a", { href: "#/" }, name), title, ...links(view, "step"));
+    const evaluation = found.evaluated ? node("a", { href: address(name, "evaluation", step) }, "evaluation") : null;
+    crumbs.replaceChildren(...[node("a", { href: "#/" }, name), title, ...links(view, "step"), evaluation].filter(Boolean));
     numbers.textContent = stepSummary(found.metrics);
     state.matches = (found.matching?.completions || []).map((r) => address(name, step, r.group, r.number));
     const rows = found.groups ? groupRows(name, step, found.groups) : matchRows(name, step, found.matching);
@@ -357,14 +375,6 @@ function groupRows(name, step, groups) {
         node("span", { class: "soft" }, `  ${verdicts}, ${g.prompt_id}${expected}`)),
       node("div", { class: "completions" }, ...completions));
   });
-}
-
-function completionLink(completion, index, href) {
-  const summary = completionSummary(completion);
-  const attributes = {
-    class: completionClass(completion), href, title: summary, "aria-label": `completion ${index + 1}: ${summary}`,
-  };
-  return node("a", attributes, completion.status === "unscored" ? "?" : format(completion.reward));
 }
 
 function matchRows(name, step, matching) {
@@ -405,6 +415,63 @@ async function showCompletion(name, step, group, number) {
     completionView(completion));
 }
 
+// ---------------------------------------------------------------------------------------------- an evaluation
+
+async function showEvaluation(name, step) {
+  const filters = state.problems;
+  const list = node("div", {}), crumbs = node("nav", { class: "crumbs", "aria-label": "Breadcrumbs" });
+  const numbers = node("p", {}), changes = node("p", { class: "soft" });
+  const search = node("input", {
+    type: "search", placeholder: "search", value: filters.text, "aria-label": "search problems and completions",
+    oninput: (e) => { filters.text = e.target.value; later(draw); },
+  });
+  const sets = node("label", { hidden: true });
+  const kind = problemChooser(state.setup.problem_filters, filters.kind, (value) => { filters.kind = value; draw(); });
+  main.replaceChildren(crumbs, numbers, changes, node("div", { class: "controls" }, search, sets, kind),
+    node("section", { class: "card" }, list));
+  const view = state.view = { kind: "evaluation", search };
+  let draws = 0;
+  const draw = async () => {
+    const turn = draws += 1;
+    const parts = new URLSearchParams({ text: filters.text, set: filters.set });
+    const path = `${apiRun(name)}/evaluations/${step}`;
+    // Another evaluation may not have the chosen set.
+    const found = await ask(`${path}?${parts}`).catch((error) => {
+      if (error.status !== 400) throw error;
+      filters.set = "";
+      return ask(`${path}?${new URLSearchParams({ text: filters.text })}`);
+    });
+    if (state.view !== view || turn !== draws) return;
+    const at = (number) => (number === null ? null : address(name, "evaluation", number));
+    Object.assign(view, { previous: at(found.previous), next: at(found.next), up: "#/" });
+    const title = node("h1", {}, `Evaluation after step ${step.toLocaleString("en")}`);
+    crumbs.replaceChildren(node("a", { href: "#/" }, name), title, ...links(view, "evaluation"));
+    numbers.textContent = `${setName(found.set)}: ${evaluationNumbers(found.numbers) || "no metrics recorded"}`;
+    changes.textContent = changeSummary(found);
+    sets.hidden = found.sets.length < 2;
+    const choices = found.sets.map((s) => node("option", { value: s, selected: s === found.set }, setName(s)));
+    sets.replaceChildren("set ", node("select", { onchange: (e) => { filters.set = e.target.value; draw(); } }, ...choices));
+    list.replaceChildren(...problemRows(found, filters.kind, (group, i) => address(name, "evaluation", step, group, i)));
+  };
+  await draw();
+}
+
+async function showEvaluated(name, step, group, number) {
+  const here = location.hash;
+  const completion = await ask(`${apiRun(name)}/evaluations/${step}/${group}/${number}`);
+  if (location.hash !== here) return;
+  const up = address(name, "evaluation", step);
+  const neighbor = (found) => (found ? address(name, "evaluation", step, ...found) : null);
+  state.view = { kind: "completion", previous: neighbor(completion.previous), next: neighbor(completion.next), up };
+  const evaluation = node("a", { href: up }, `evaluation after step ${step.toLocaleString("en")}`);
+  const title = node("h1", {}, `Completion ${number + 1} of ${completion.completions} to ${completion.prompt_id}`);
+  const before = beforeCard(completion, (c) => address(name, "evaluation", c.step, c.group, c.number));
+  main.replaceChildren(
+    node("nav", { class: "crumbs", "aria-label": "Breadcrumbs" },
+      node("a", { href: "#/" }, name), evaluation, title, ...links(state.view, "completion")),
+    completionView(completion, ...(before ? [before] : [])));
+}
+
 // ---------------------------------------------------------------------------------------------- navigation
 
 async function route() {
@@ -413,9 +480,12 @@ async function route() {
   try {
     readSelection();
     const parts = location.hash.split("?")[0].replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
-    const numbers = parts.slice(1).map(Number);
+    const evaluated = parts[1] === "evaluation";
+    const numbers = parts.slice(evaluated ? 2 : 1).map(Number);
     document.body.dataset.view = parts.length > 1 ? "rollouts" : "overview";
-    if (parts.length === 2 && numbers.every(Number.isInteger)) await showStep(parts[0], numbers[0]);
+    if (evaluated && numbers.length === 1 && numbers.every(Number.isInteger)) await showEvaluation(parts[0], numbers[0]);
+    else if (evaluated && numbers.length === 3 && numbers.every(Number.isInteger)) await showEvaluated(parts[0], ...numbers);
+    else if (parts.length === 2 && numbers.every(Number.isInteger)) await showStep(parts[0], numbers[0]);
     else if (parts.length === 4 && numbers.every(Number.isInteger)) await showCompletion(parts[0], ...numbers);
     else { buildOverview(); await refresh(true); saveSelection(); }
     showProblem("");

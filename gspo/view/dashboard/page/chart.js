@@ -250,7 +250,8 @@ class Chart {
     if (soft !== s.y) elements.push(node("svg:path", { class: `line faint s${color}`, d: path(s.y) }));
     elements.push(node("svg:path", { class: `line s${color}`, d: path(soft), "stroke-dasharray": dash || null }));
     const point = (i) => node("svg:circle", { class: `point f${color}`, cx: x.at(s.x[i]), cy: y.at(s.y[i]), r: 2.2 });
-    if (s.x.length < 30) s.x.forEach((_, i) => ok(s.y[i]) && elements.push(point(i)));
+    // Not on a smoothed curve, which does not pass through them.
+    if (s.x.length < 30 && soft === s.y) s.x.forEach((_, i) => ok(s.y[i]) && elements.push(point(i)));
     return elements;
   }
 

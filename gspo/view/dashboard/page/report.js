@@ -35,6 +35,20 @@ function exampleCards(runs) {
     node("details", { class: "card example" }, node("summary", {}, title(run, example)), completionView(example)))));
 }
 
+// The problems of the last evaluation of each set.
+function evaluationCards(runs) {
+  return runs.flatMap((run) => run.evaluated.map((found) => {
+    const list = node("div", {});
+    const draw = (kind) => list.replaceChildren(...problemRows(found, kind, () => null));
+    draw("");
+    const title = `${setName(found.set)} after step ${found.step}${runs.length > 1 ? ` (${run.name})` : ""}`;
+    const numbers = evaluationNumbers(found.numbers);
+    return node("details", { class: "card evaluation" }, node("summary", {}, `${title}: ${numbers}`),
+      node("p", { class: "soft" }, changeSummary(found)),
+      node("div", { class: "controls" }, problemChooser(report.setup.problem_filters, "", draw)), list);
+  }));
+}
+
 function buildReport() {
   const runs = report.runs.map((r, i) => ({ ...r, color: i }));
   const cursor = (x) => charts.forEach((c) => c.showCursor(x));
@@ -48,6 +62,7 @@ function buildReport() {
   const timed = runs.filter((r) => r.phases.x.length);
   const times = timed.map((r) => drawTimes(report.setup.phases.curves, r.phases, r.name));
   const examples = exampleCards(runs);
+  const evaluations = evaluationCards(runs);
   const timesCard = node("section", { class: "card times" }, node("h3", {}, report.setup.phases.title),
     node("div", { class: "grid" }, ...times));
   timesCard.hidden = !times.length;
@@ -59,6 +74,7 @@ function buildReport() {
     ...runs.map(runCard), runs.length > 1 ? diagnosis : null, differenceTable(runs),
     node("div", { class: "controls" }, node("label", {}, "smoothing ", smooth)),
     ...sections.roots,
+    evaluations.length ? node("h2", {}, "Last evaluation") : null, ...evaluations,
     examples.length ? node("h2", {}, "Example completions") : null, ...examples,
     node("details", { class: "card" }, node("summary", {}, "Events"), events),
   ].filter(Boolean));

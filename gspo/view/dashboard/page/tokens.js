@@ -22,7 +22,7 @@ function completionClass(completion) {
   else if (completion.correct === true) classes.push("right");
   else if (completion.correct === false) classes.push("wrong");
   if (completion.clipped_fraction > 0) classes.push("clipped");
-  if (!completion.trained) classes.push("left");
+  if (completion.trained === false) classes.push("left");
   return classes.join(" ");
 }
 
@@ -37,7 +37,7 @@ function completionSummary(completion) {
   if (completion.thinking_cut) parts.push("thinking cut");
   const turns = turnCount(completion);
   if (turns) parts.push(`${turns} turn${turns === 1 ? "" : "s"}`);
-  if (!completion.trained) parts.push(`not trained on: ${completion.drop_reason || "unknown"}`);
+  if (completion.trained === false) parts.push(`not trained on: ${completion.drop_reason || "unknown"}`);
   if (completion.computed === false) parts.push("not computed");
   return parts.join(", ");
 }
@@ -45,7 +45,8 @@ function completionSummary(completion) {
 // Whether the completion was clipped, and on which side of the clip range.
 function clipSentence(completion) {
   const { sequence_ratio: ratio, clip_low: low, clip_high: high, advantage, clipped_fraction: share } = completion;
-  if (!completion.trained) return `The completion was not trained on: ${completion.drop_reason || "unknown"}.`;
+  if (completion.evaluation) return "A completion of an evaluation. It is not trained on.";
+  if (completion.trained === false) return `The completion was not trained on: ${completion.drop_reason || "unknown"}.`;
   if (completion.computed === false) {
     return "The advantage is 0, so the completion has no gradient. It was not computed: there are no log-probs of the "
       + "learner, and no ratio. It counts in the denominators of the loss.";
@@ -201,6 +202,7 @@ class TokenView {
     const logp = (list) => (
       Number.isFinite(list?.[i]) ? `${list[i].toFixed(4)}  (p ${Math.exp(list[i]).toPrecision(3)})` : "not recorded");
     const log = difference(c.logp_new, c.logp_old, i);
+    const trained = !c.evaluation;
     const missing = c.computed === false ? "not computed (advantage 0)" : "not trained on";
     const ratio = log === null ? missing : `${Math.exp(log).toPrecision(6)}  (log ${log.toExponential(2)})`;
     const given = c.sampled?.[i] === 0;
@@ -210,12 +212,12 @@ class TokenView {
       node("p", {},
         node("span", { class: "text" }, `“${this.piece(i)}”`), node("span", { class: "soft" }, position)),
       node("table", {}, node("tbody", {},
-        tableRow("log-prob, new policy", logp(c.logp_new)),
-        tableRow("log-prob, old policy", logp(c.logp_old)),
+        trained ? tableRow("log-prob, new policy", logp(c.logp_new)) : null,
+        trained ? tableRow("log-prob, old policy", logp(c.logp_old)) : null,
         tableRow("log-prob, sampler", logp(c.logp_sampler)),
-        tableRow("log-prob, reference", logp(c.logp_ref)),
-        tableRow("ratio new / old", ratio),
-        tableRow("clipped", clipped),
+        trained ? tableRow("log-prob, reference", logp(c.logp_ref)) : null,
+        trained ? tableRow("ratio new / old", ratio) : null,
+        trained ? tableRow("clipped", clipped) : null,
         given ? tableRow("sampled", "no, it was given to the model") : null,
         c.flipped_experts && !given ? tableRow("expert flips", String(c.flipped_experts[i])) : null,
       )));
@@ -244,7 +246,8 @@ function factTable(completion) {
     ...parts,
     known(shaped) && shaped !== reward ? tableRow("shaped reward", format(shaped)) : null,
     tableRow("correct", known(correct) ? (correct ? "yes" : "no") : "no verdict"),
-    tableRow("advantage", format(completion.advantage)),
+    completion.evaluation ? null : tableRow("advantage", format(completion.advantage)),
+    completion.evaluation ? tableRow("sampling", completion.greedy ? "greedy" : "as in training") : null,
     tableRow("length", `${completion.length} tokens`),
     tableRow("stop reason", stop),
     completion.end ? tableRow("conversation", `ended: ${completion.end}, ${turnCount(completion)} turns`) : null,
@@ -268,7 +271,8 @@ function rowCard(completion) {
       node("table", {}, node("tbody", {}, ...others))) : null);
 }
 
-function completionView(completion) {
+// `more`: cards below the completion.
+function completionView(completion, ...below) {
   const view = new TokenView(completion);
   const prompt = node("p", { class: "text", dir: "auto" }, completion.prompt || "");
   const more = `${completion.omitted_tokens?.toLocaleString("en")} more tokens are not shown.`;
@@ -279,7 +283,8 @@ function completionView(completion) {
     node("div", {},
       card(node("h2", {}, "Prompt"), prompt),
       rowCard(completion),
-      card(controls, view.text, completion.omitted_tokens ? node("p", { class: "soft" }, more) : null)),
+      card(controls, view.text, completion.omitted_tokens ? node("p", { class: "soft" }, more) : null),
+      ...below),
     node("aside", {},
       card(node("h2", {}, "Token"), view.inspector),
       card(node("h2", {}, "Details"),
