@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from gspo.errors import ConfigError
@@ -21,7 +22,8 @@ LAUNCHED = "GSPO_NPROC"
 """The number of ranks, in the environment of those that `gspo train --nproc` has started."""
 ENDED = "GSPO_ENDED_RANKS"
 """A directory, in the environment of ranks that `gspo train --nproc` has started: a file of it has the number of the
-signal that killed the rank of this name."""
+signal that killed the rank of this name, and the file `JOINED` says that the leader has found the others."""
+JOINED = "joined"
 CLUSTER = "GSPO_CLUSTER"
 """What `gspo train --cluster` tells its ranks about the cluster, as JSON (`cluster/connect.py`)."""
 RANK_LOST = 74
@@ -56,6 +58,13 @@ def killed_by(rank: int, environment: Mapping[str, str] = os.environ) -> int | N
 def without_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a process that is not one of the ranks, but is started by one."""
     return {k: v for k, v in environment.items() if k not in _LAUNCHER and not k.startswith("TORCHELASTIC_")}
+
+
+def report_joined(environment: Mapping[str, str] = os.environ) -> None:
+    """Tell the launcher that the leader has found the others, so it notices by itself if one of them fails."""
+    if folder := environment.get(ENDED):
+        with suppress(OSError):
+            (Path(folder) / JOINED).touch()
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:

@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.ranks.environment import ENDED, LAUNCHED, LEADER_SILENT, free_port, signal_name, world_size
+from gspo.ranks.environment import ENDED, JOINED, LAUNCHED, LEADER_SILENT, free_port, signal_name, world_size
 
 CONTINUE = "continue with: gspo train --resume RUN"
 GRACE_S = 10.0
 """Seconds that the others get to end after the leader has."""
 UNNOTICED_S = 120.0
-"""Seconds that the leader gets to notice that another rank has failed. It waits longer for one that never joined."""
+"""Seconds that the leader gets to notice that another rank has failed."""
+UNJOINED_S = 10.0
+"""The same before it has found the others: it would wait for the failed one. It may have found a mistake itself."""
 
 
 def check_count(count: int) -> None:
@@ -99,10 +101,12 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], ended: Path) -> int:
             return 1
         failed = [rank for rank, follower in enumerate(followers, start=1) if follower.poll()]
         failed_at = failed_at or (time.monotonic() if failed else None)
-        if failed_at is not None and time.monotonic() > failed_at + UNNOTICED_S:
+        joined = (ended / JOINED).exists()
+        if failed_at is not None and time.monotonic() > failed_at + (UNNOTICED_S if joined else UNJOINED_S):
             code = followers[failed[0] - 1].returncode
             what = "failed" if code > 0 else f"was killed by {signal_name(-code)}"
-            print(f"gspo: rank {failed[0]} {what}, and rank 0 still waits for it; {CONTINUE}", file=sys.stderr)
+            remedy = CONTINUE if joined else "start the command again"
+            print(f"gspo: rank {failed[0]} {what}, and rank 0 still waits for it; {remedy}", file=sys.stderr)
             return 1
         time.sleep(0.05)
     for follower in followers:

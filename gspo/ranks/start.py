@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from gspo.errors import ConfigError, RankError
-from gspo.ranks.environment import LEADER_SILENT, killed_by, own_rank, signal_name, world_size
+from gspo.ranks.environment import LEADER_SILENT, killed_by, own_rank, report_joined, signal_name, world_size
 from gspo.ranks.group import ONE, Ranks
 from gspo.signals import Interrupted, end_phase
 
@@ -46,6 +46,8 @@ def join_ranks(deadline_s: float | None = None) -> Iterator[Ranks]:
         return
     rank, count = own_rank(), world_size()
     watch, commands = _connect(rank, count, deadline_s)
+    if rank == 0:
+        report_joined()
     import torch.distributed as dist
 
     ranks = Ranks(rank=rank, count=count, commands=commands, watch=watch)

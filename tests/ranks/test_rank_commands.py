@@ -262,11 +262,11 @@ def test_a_rank_that_fails_before_it_joins_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The leader would wait for it until `ranks.timeout_s` is over."""
-    monkeypatch.setattr(launch, "UNNOTICED_S", 0.2)
+    monkeypatch.setattr(launch, "UNJOINED_S", 0.2)
     program = "import os, sys, time; time.sleep(600) if os.environ['RANK'] == '0' else sys.exit(3)"
     popen = subprocess.Popen
     monkeypatch.setattr(
         launch.subprocess, "Popen", lambda command, **options: popen([command[0], "-c", program], **options)
     )
     assert launch.launch(2, ["train"]) == 1
-    assert "gspo: rank 1 failed, and rank 0 still waits for it" in capfd.readouterr().err
+    assert "gspo: rank 1 failed, and rank 0 still waits for it; start the command again" in capfd.readouterr().err
