@@ -159,7 +159,7 @@ def _lock(tensor: Tensor) -> bool:
     code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     if code:
         warnings.warn(
-            f"learner.optimizer_offload: host memory cannot be page-locked (CUDA error {code}), so copies to the device "
+            f"learner.optimizer_offload: host memory cannot be page-locked (CUDA error {code}), so copies to the GPU "
             "are slower",
             stacklevel=2,
         )
