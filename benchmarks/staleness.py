@@ -1,13 +1,13 @@
 """Objectives on rollouts of older weights: held-out accuracy after training at ages of 0 to 64 optimizer updates.
 
     python benchmarks/staleness.py --out /tmp/staleness --seeds 0-2
-    python benchmarks/staleness.py --out /tmp/staleness --seeds 0-2 --report     # the table of what is there
+    python benchmarks/staleness.py --out /tmp/staleness --seeds 0-2 --report     # tables and figure of what is there
 
-In: a recipe. Out: two comparisons (`gspo compare`) and a table. The first comparison trains every objective at lag 0
-with every learning rate, the same ones for all. The second one trains each at its own best rate on other seeds, with
-ratios to the policy that sampled (`learner.old_logp = "sampler"`) and `rollout.max_lag` = age / updates per step.
-Invariant: every objective has the same number of trials, seeds and sampled tokens, and a comparison that was stopped
-continues.
+In: a recipe. Out: two comparisons (`gspo compare`), tables and `OUT/age.png`. The first comparison trains every
+objective at lag 0 with every learning rate, the same ones for all. The second one trains each at its own best rate on
+other seeds, with ratios to the policy that sampled (`learner.old_logp = "sampler"`) and `rollout.max_lag` = age /
+updates per step. Invariant: every objective has the same number of trials, seeds and sampled tokens, and a comparison
+that was stopped continues.
 """
 
 from __future__ import annotations
@@ -18,16 +18,25 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from gspo.record.run_dir import read_jsonl
 from gspo.view.compare.arms import parse_seeds
+from gspo.view.compare.figures import MARKERS, style
+from gspo.view.compare.intervals import Number, over_seeds
 from gspo.view.compare.record import run_path
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECTIVES = ("grpo+kl=0", "gspo", "sapo", "vespo", "dppo_tv")
-AGES = {"0": (4, 0), "4": (4, 1), "16": (4, 4), "64": (4, 16), "0 of 1": (1, 0), "1 of 1": (1, 1)}
-"""Age in updates -> (learner.mini_batches, rollout.max_lag). An age of 1 needs steps of one update ("of 1"), which
-train less than steps of four; so these steps have an age of 0 of their own to compare with."""
+AGES = {"0": (4, 0), "1": (1, 1), "4": (4, 1), "16": (4, 4), "64": (4, 16)}
+"""Age in updates -> (updates per step, rollout.max_lag). A step of one update samples a quarter of the prompts, so that
+all runs train on the same number of tokens with the same number of updates of the same size."""
+UPDATE_PROMPTS = 4
+LAST_UPDATES = 40
+"""Updates at the end of a run over which its metrics are averaged."""
 
 
 def main() -> int:
@@ -35,7 +44,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default=str(ROOT / "recipes" / "demo.toml"))
     parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES))
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 2e-4, 5e-4, 1e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[4e-4, 1.2e-3])
     parser.add_argument("--ages", nargs="+", choices=list(AGES), default=list(AGES))
     parser.add_argument("--seeds", default="0-2")
     parser.add_argument("--tuning-seeds", default="10", help="seeds on which the learning rates are chosen")
@@ -43,33 +52,45 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("overrides", nargs="*", help="more settings, such as --steps=20 (after --)")
     options = parser.parse_args()
-    best = {}
     rated = {(name, rate): arm(name, rate) for name in options.objectives for rate in options.rates}
     compare(options, "rates", list(rated.values()), options.tuning_seeds)
+    best = {}
+    print(f"| objective | {' | '.join(f'{rate:g}' for rate in options.rates)} | chosen |")
+    print(f"|---|{'---|' * (len(options.rates) + 1)}")
     for name in options.objectives:
-        found = {rate: accuracies(options, "rates", rated[name, rate], options.tuning_seeds) for rate in options.rates}
-        best[name] = max(found, key=lambda rate: statistics.fmean(found[rate] or [0.0]))
-        print(f"{name}: {', '.join(f'{rate:g}: {shown(values)}' for rate, values in found.items())}", flush=True)
+        after = {r: ends(options, "rates", rated[name, r], options.tuning_seeds) for r in options.rates}
+        best[name] = max(after, key=lambda rate: statistics.fmean(after[rate].values() or [0.0]))
+        print(f"| `{name}` | {' | '.join(shown([*v.values()]) for v in after.values())} | {best[name]:g} |", flush=True)
     aged = {(name, age): arm(name, best[name], age) for name in options.objectives for age in options.ages}
     compare(options, "ages", list(aged.values()), options.seeds)
-    print(f"\n| objective | rate | {' | '.join(f'{age} updates' for age in options.ages)} |")
-    print(f"|---|---|{'---|' * len(options.ages)}")
-    for name in options.objectives:
-        cells = [shown(accuracies(options, "ages", aged[name, age], options.seeds)) for age in options.ages]
-        print(f"| `{name}` | {best[name]:g} | {' | '.join(cells)} |")
+    found = {key: ends(options, "ages", label, options.seeds) for key, label in aged.items()}
+    print_table(options, {key: shown([*values.values()]) for key, values in found.items()})
+    print_table(options, {(name, age): change(found[name, "0"], found[name, age]) for name, age in found})
+    for metric in ("clip/fraction_tokens", "ratio/ess"):
+        print(f"\n{metric}, mean of the last {LAST_UPDATES} updates", end="")
+        print_table(options, {key: shown(late(options, label, key[1], metric)) for key, label in aged.items()})
+    draw(options, {key: [*values.values()] for key, values in found.items()})
     return 0
+
+
+def print_table(options: argparse.Namespace, cells: dict[tuple[str, str], str]) -> None:
+    """A row per objective, a column per age."""
+    print(f"\n\n| objective | {' | '.join(f'{age} updates' for age in options.ages)} |")
+    print(f"|---|{'---|' * len(options.ages)}")
+    for name in options.objectives:
+        print(f"| `{name}` | {' | '.join(cells[name, age] for age in options.ages)} |")
 
 
 def arm(objective: str, rate: float, age: str = "0") -> str:
     """An arm of `gspo compare`."""
-    mini_batches, lag = AGES[age]
+    updates, lag = AGES[age]
     settings: dict[str, object] = {
         "learner.learning_rate": rate,
-        "learner.mini_batches": mini_batches,
+        "learner.mini_batches": updates,
+        "rollout.prompts": updates * UPDATE_PROMPTS,
         "rollout.max_lag": lag,
+        "learner.old_logp": "sampler",
     }
-    if mini_batches > 1 or lag:  # otherwise every ratio is 1
-        settings["learner.old_logp"] = "sampler"
     return "+".join([objective, *(f"{key}={value}" for key, value in settings.items())])
 
 
@@ -78,26 +99,71 @@ def compare(options: argparse.Namespace, name: str, arms: Sequence[str], seeds: 
     if options.report:
         return
     # The experts of a forward that is skipped cannot be recorded for all arms alike.
-    common = ["--routing.record=false", *options.overrides]
+    common = ["--routing.record=false", "--learner.schedule=constant", *options.overrides]
     common += [] if options.jobs is None else [f"--jobs={options.jobs}"]
     command = [sys.executable, "-m", "gspo", "compare", options.recipe, f"--objectives={','.join(arms)}"]
     subprocess.run([*command, f"--seeds={seeds}", f"--out={options.out / name}", *common], check=True)
 
 
-def accuracies(options: argparse.Namespace, name: str, label: str, seeds: str) -> list[float]:
-    """Held-out accuracy at the end of each run of an arm that has one."""
-    found: list[float] = []
+def rows_of(options: argparse.Namespace, name: str, label: str, seed: int) -> list[dict[str, Any]]:
+    return list(read_jsonl(run_path(options.out / name, label, seed) / "metrics.jsonl"))
+
+
+def ends(options: argparse.Namespace, name: str, label: str, seeds: str) -> dict[int, float]:
+    """Held-out accuracy after training by seed, of the runs that have ended."""
+    found = {}
     for seed in parse_seeds(seeds):
-        rows = read_jsonl(run_path(options.out / name, label, seed) / "metrics.jsonl")
-        found += [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None][-1:]
+        measured = [row for row in rows_of(options, name, label, seed) if row.get("eval/accuracy") is not None]
+        if len(measured) > 1:  # the first is from before training
+            found[seed] = float(measured[-1]["eval/accuracy"])
     return found
 
 
+def late(options: argparse.Namespace, label: str, age: str, metric: str) -> list[float]:
+    """A metric of the last updates, for each seed whose run has ended."""
+    steps = LAST_UPDATES // AGES[age][0]
+    ended = ends(options, "ages", label, options.seeds)
+    rows = [[row[metric] for row in rows_of(options, "ages", label, seed) if metric in row][-steps:] for seed in ended]
+    return [statistics.fmean(values) for values in rows if values and None not in values]
+
+
 def shown(values: Sequence[float]) -> str:
-    """Mean, and the range over seeds."""
-    if not values:
+    """Mean of the seeds with its 95 % interval."""
+    return text(over_seeds(values, lowest=0, highest=1), "{:.1%}")
+
+
+def change(fresh: dict[int, float], old: dict[int, float]) -> str:
+    """Paired difference in points."""
+    return text(over_seeds([100 * (old[seed] - fresh[seed]) for seed in fresh if seed in old]), "{:+.1f}")
+
+
+def text(number: Number | None, form: str) -> str:
+    if number is None:
         return "-"
-    return f"{statistics.fmean(values):.1%} ({min(values):.1%} to {max(values):.1%}, {len(values)})"
+    interval = "" if number.low is None else f" [{form.format(number.low)}, {form.format(number.high)}]"
+    return f"{form.format(number.value)}{interval}".replace("%", " %")
+
+
+def draw(options: argparse.Namespace, found: dict[tuple[str, str], list[float]]) -> None:
+    """Accuracy by age: a point per seed, and the mean."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for number, name in enumerate(options.objectives):
+        at = [i + 0.06 * (number - (len(options.objectives) - 1) / 2) for i in range(len(options.ages))]
+        values = [found[name, age] for age in options.ages]
+        means = [statistics.fmean(v) if v else float("nan") for v in values]
+        marker = MARKERS[number % len(MARKERS)]
+        axis.plot(at, means, label=name, marker=marker, **style(number))
+        points = [(x, v) for x, of_age in zip(at, values, strict=True) for v in of_age]
+        if points:
+            axis.scatter(*zip(*points, strict=True), s=9, alpha=0.5, color=style(number)["color"])
+    axis.set_xticks(range(len(options.ages)), options.ages)
+    axis.set_xlabel("age of the rollouts in updates")
+    axis.set_ylabel("held-out accuracy after training")
+    axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8)
+    figure.savefig(options.out / "age.png", dpi=150)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gspo.activity import activity
 from gspo.cluster.connect import membership
@@ -28,13 +29,13 @@ from gspo.environment.setup import RunEnvironment
 from gspo.errors import ConfigError
 from gspo.learner.batch import needs_old_logprobs
 from gspo.learner.checkpoint import size_of as checkpoint_size
-from gspo.learner.optimizer import Optimizer
+from gspo.learner.optimizer import Optimizer, check_optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.context_parallel import check_context_parallel
 from gspo.model.free_memory import free_memory
 from gspo.model.load import Policy, device_of, dtype_name, load_policy, load_tokenizer
 from gspo.model.partial import whole
-from gspo.model.save import whole_weights
+from gspo.model.save import gathered_weights, trained_weights
 from gspo.model.sharding import shard
 from gspo.objectives.adaptive_clip import AdaptiveClip, take_adaptive
 from gspo.objectives.objective import Objective, change, settings_of
@@ -226,6 +227,7 @@ def environment_for(config: Config, stack: ExitStack) -> RunEnvironment | None:
     kind = VerifiersEnvironment if config.environment.name == VERIFIERS else RunEnvironment
     environment = kind(config)
     stack.callback(environment.close)
+    environment.check_rewards()
     return environment
 
 
@@ -296,7 +298,11 @@ def build_run(
     if _on_every_rank(config, ranks):
         engine = DataParallelEngine(engine, learner.policy.model, learner.ranks)
     stack.callback(engine.close)
-    sampler = engine if isinstance(engine, SamplingProcess) else sampler_for(config, learner.policy, run, checkpoint)
+    sampler = (
+        engine
+        if isinstance(engine, SamplingProcess)
+        else sampler_for(config, learner.policy, run, checkpoint, learner.ranks)
+    )
     if sampler is not None:
         stack.callback(sampler.close)
     _check_positions(learner.policy, problems, config.rollout.max_tokens)
@@ -321,6 +327,7 @@ def build_learner(
 ) -> tuple[LearnContext, Engine | None]:
     """What every rank has: the components that `learn` needs, and an engine, if it samples."""
     check_device(device_of(config.model.device), ranks)
+    check_optimizer(config.learner, device_of(config.model.device), ranks.count)
     policy = policy_for(
         config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint), ranks=ranks
     )
@@ -328,7 +335,7 @@ def build_learner(
     engine: Engine | None = None
     if config.rollout.max_lag and not engine_traits(config.rollout.engine).shares_weights:
         # With its own weights, an engine can do both: sample ahead, and evaluate. The process has it then.
-        engine = sampler_for(config, policy, run, checkpoint)
+        engine = sampler_for(config, policy, run, checkpoint, ranks)
     elif not ranks.several or _on_every_rank(config, ranks):
         # Before the model is sharded, because an engine may try forwards of its own.
         with nullcontext() if ranks.by_layer else whole(policy.model):
@@ -365,7 +372,10 @@ def samples_by_layer(config: Config, policy: Policy, ranks: Ranks) -> bool:
         return False
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     # Masters and moments will take their memory at the first update.
-    free = free_memory(policy.device)[0] / local_ranks(ranks.count) - checkpoint_size(model) / ranks.count
+    free = (
+        free_memory(policy.device)[0] / local_ranks(ranks.count)
+        - checkpoint_size(model, config.learner.optimizer) / ranks.count
+    )
     return bool(ranks.max(torch.tensor(int(weights > ROOM * free))))
 
 
@@ -374,19 +384,25 @@ def _on_every_rank(config: Config, ranks: Ranks) -> bool:
     return ranks.several and engine_traits(config.rollout.engine).data_parallel
 
 
-def sampler_for(config: Config, policy: Policy, run: Path, checkpoint: Path | None) -> SamplingProcess | None:
-    """The process that samples while the learner trains; None if they take turns."""
+def sampler_for(
+    config: Config, policy: Policy, run: Path, checkpoint: Path | None, ranks: Ranks
+) -> SamplingProcess | None:
+    """The process that samples while the learner trains; None if they take turns, and on all ranks but the leader."""
     lag = config.rollout.max_lag
-    if not lag:
+    if not lag or not ranks.leads:
         return None
-    weights = dict(whole_weights(policy, ONE))
+
+    def weights() -> dict[str, Tensor]:
+        with gathered_weights(policy, ranks) as whole:
+            return dict(whole)
+
     return SamplingProcess(
         config=to_toml(config),
         checkpoint=str(checkpoint or ""),
         log=run / SAMPLER_LOG,
         timeout_s=config.rollout.sampler_timeout_s,
-        weights=lambda: dict(whole_weights(policy, ONE)),
-        room=(lag + 2) * sum(w.numel() * w.element_size() for w in weights.values()),
+        weights=weights,
+        room=(lag + 2) * sum(w.numel() * w.element_size() for w in trained_weights(policy).values()),
     )
 
 

@@ -25,6 +25,7 @@ from gspo.commands import (
     demo,
     doctor,
     eval,
+    import_config,
     init,
     objectives,
     plan,
@@ -37,12 +38,29 @@ from gspo.commands import (
     watch,
 )
 from gspo.config import check_single_process
+from gspo.equivalents.explain import explain
 from gspo.errors import GspoError
 from gspo.safe_output import safe_output
 
 COMMANDS = [
     module.COMMAND
-    for module in (init, train, demo, eval, compare, replay, doctor, plan, push, save, watch, report, serve, objectives)
+    for module in (
+        init,
+        train,
+        demo,
+        eval,
+        compare,
+        replay,
+        doctor,
+        plan,
+        push,
+        save,
+        watch,
+        report,
+        serve,
+        objectives,
+        import_config,
+    )
 ]
 # A full disk, a quota, and a file size limit: all are for the user to fix, so no traceback.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -59,7 +77,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     options, overrides = parser.parse_known_args(_renamed(sys.argv[1:] if arguments is None else arguments))
     stray = [o for o in overrides if not o.startswith("--")]
     if stray:
-        parser.error(f"unexpected argument {stray[0]!r}; settings are given as --section.key=value")
+        about = explain(stray[0].partition("=")[0])
+        hint = f"; {about}" if about else ""
+        parser.error(f"unexpected argument {stray[0]!r}; settings are given as --section.key=value{hint}")
     warnings.showwarning = _show_warning
     try:
         if options.command.single_process:

@@ -28,6 +28,7 @@ from gspo.errors import EngineError, LagError
 from gspo.learner.checkpoint import TrainerState
 from gspo.record.ledger import Ledger
 from gspo.rollout.buffer import RolloutBuffer
+from gspo.rollout.engine import Engine
 from gspo.rollout.gather import CollectResult
 from gspo.rollout.in_flight import Entry, InFlight, Ticket, older_weights, with_columns
 from gspo.rollout.sampling_process import SamplingProcess
@@ -289,7 +290,10 @@ class Ahead:
         clock = self._clock(batch)
         times = SamplingTime(clock=clock, start=self._seconds)
         self._ledger.issued(batch, ticket)
-        context = replace(self._context, engine=self._sampler.after_step(ticket.weights))
+        engine: Engine = self._sampler.after_step(ticket.weights)
+        if self._context.conversations is not None:
+            engine = self._context.conversations.over(engine)
+        context = replace(self._context, engine=engine)
         with activity(f"batch {batch}"):
             result = collect(context, start, clock=clock, version=ticket.version)
         times.end = self._seconds

@@ -187,7 +187,7 @@ def test_examples_of_the_library_run(source: str) -> None:
 
 def commands(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The commands that `gspo --help` lists."""
-    return re.findall(r"^    (\w+)(?:  |$)", help_text(capsys), re.MULTILINE)
+    return re.findall(r"^    ([\w-]+)(?:  |$)", help_text(capsys), re.MULTILINE)
 
 
 def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
@@ -198,7 +198,7 @@ def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
 
 def test_the_command_line_page_has_every_command_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = (DOCS / "cli.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^## gspo (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    sections = dict(re.findall(r"^## gspo ([\w-]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     assert set(sections) == set(commands(capsys))
     for command, section in sections.items():
         options = set(re.findall(r"^  (?:-\w[^,]*, )?(--[a-z-]+)", help_text(capsys, command), re.MULTILINE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from ends import run_of, same_end
 from sampling_stand_in import stand_in
 from simulated_vllm import SimulatedVllm
 from test_asynchronous import Silent, StopAfter
+from test_rollback import SETTINGS as ROLLBACK
+from test_rollback import repetition_in
 from tiny_runs import tiny_config
 
 from gspo.config import Config
@@ -21,7 +24,7 @@ from gspo.errors import CheckpointError, ConfigError
 from gspo.learner import checkpoint
 from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS, TIMINGS, Metric
-from gspo.record.run_dir import read_jsonl
+from gspo.record.run_dir import read_events, read_jsonl
 from gspo.rollout.in_flight import Ticket
 from gspo.rollout.spans import Schedule
 from gspo.trainer import resume, train
@@ -126,6 +129,27 @@ def test_delays_do_not_change_a_run(
     stand_in(monkeypatch, seed=seed, longest_s=0.1)
     train(config, display)
     same_end(golden, run_of(config))
+
+
+def test_a_rollback_gives_up_the_batches_in_flight(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch)
+    config = tiny(*ROLLBACK, "checkpoint.keep=0", *SETTING, "steps=7")
+    with repetition_in({4, 5}):
+        train(config, display)
+    ledger = read_ledger(run_of(config))
+    trained = {history.batch: history.trained for history in ledger if history.trained}
+    # Steps 3 to 5 were abandoned, and so were the batches that had begun then.
+    assert sorted(chain(*trained.values())) == [1, 2, 3, 3, 4, 4, 5, 5, 6, 7]
+    again = {steps[0]: batch for batch, steps in trained.items()}
+    assert list(range(again[3], again[3] + 5)) == [again[step] for step in range(3, 8)]
+    cut = tmp_path / "cut"
+    shutil.copytree(run_of(config), cut)
+    for step in (5, 6, 7):
+        shutil.rmtree(cut / f"checkpoints/{step:06d}")
+    resume(cut, display, trust_run=True)  # from a checkpoint after the rollback, with cut completions
+    same_end(run_of(config), cut)
 
 
 @pytest.mark.parametrize("at", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, 3, 4))])
@@ -301,6 +325,23 @@ def test_completions_that_are_too_long_are_dropped(
         shutil.rmtree(later)
     resume(cut, display, trust_run=True)
     same_end(run, cut)
+
+
+def test_a_run_whose_completions_are_all_dropped_says_why(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It neither waits nor trains on nothing without a word."""
+    stand_in(monkeypatch)
+    config = tiny(*SETTING, *DROP, "rollout.span_tokens=1", "steps=4")
+    train(config, display)
+    events = read_events(run_of(config))
+    idle = [event for event in events if event["event"] == "no_trainable_samples"]
+    assert [(event["step"], event["reasons"]) for event in idle] == [(step, {"over_lag": 16}) for step in range(1, 5)]
+    assert [history.trained for history in read_ledger(run_of(config))] == [[step] for step in range(1, 5)]
+    reader = RunReader(run_of(config))
+    reader.refresh()
+    (finding,) = (finding for finding in reader.findings() if finding.name == "no trainable samples")
+    assert "rollout.over_lag" in finding.what
 
 
 @pytest.mark.slow

@@ -228,7 +228,7 @@ def _check_environment(config: Config) -> None:
     """Check what a conversation with an environment cannot have."""
     if not config.environment.name:
         return
-    for key in ("min_tokens", "thinking_budget", "max_lag"):
+    for key in ("min_tokens", "thinking_budget", "span_tokens"):
         if getattr(config.rollout, key):
             raise ConfigError(f"rollout.{key}: is not supported with environment.name; set it to 0")
     for key, section in problem_sections(config):
@@ -270,11 +270,6 @@ def _check_controls(config: Config) -> None:
 
 def check_number_of_ranks(config: Config, count: int) -> None:
     """Refuse settings that do not work on this number of ranks. A launcher asks before it starts any."""
-    if count > 1 and config.rollout.max_lag:
-        raise ConfigError(
-            f"rollout.max_lag: sampling while training works in a single process, and there are {count} ranks; "
-            "set it to 0, or start one"
-        )
     context = config.learner.context_parallel
     if count % context:
         raise ConfigError(

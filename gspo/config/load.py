@@ -21,6 +21,7 @@ from typing import Any, Literal
 from gspo import aliases
 from gspo.config.checks import check
 from gspo.config.schema import TINY_MODELS, Config, ObjectiveConfig, help_texts, named_section
+from gspo.equivalents.explain import explain
 from gspo.errors import ConfigError
 from gspo.field_types import field_types
 
@@ -243,7 +244,7 @@ def _build(cls: type, tree: Mapping[str, Any], *, where: str, prefix: str) -> An
         if cls is ObjectiveConfig and key != "name":
             settings.update(value if key == "settings" and isinstance(value, Mapping) else {key: value})
         elif key not in names:
-            raise ConfigError(f"{where}: unknown setting {prefix}{key}{_did_you_mean(key, prefix, names)}")
+            raise ConfigError(f"{where}: unknown setting {prefix}{key}{_hint(key, prefix, names, value)}")
         elif item := named_section(hints[key]):
             values[key] = _build_named(item, value, where=where, key=prefix + key)
         elif dataclasses.is_dataclass(hints[key]):
@@ -273,10 +274,12 @@ def _example(cls: type, key: str) -> str:
     return f"{key}.{dataclasses.fields(cls)[0].name}"
 
 
-def _did_you_mean(key: str, prefix: str, names: Sequence[str]) -> str:
+def _hint(key: str, prefix: str, names: Sequence[str], value: Any) -> str:
     everywhere = [k for k, *_ in help_texts()]
     # A right key in the wrong section is the most helpful suggestion.
     elsewhere = [k for k in everywhere if k.rsplit(".", 1)[-1] == key]
+    if not elsewhere and (about := explain(prefix + key, value)):
+        return f"; {about}"
     close = elsewhere or [prefix + n for n in difflib.get_close_matches(key, names, n=1)]
     close = close or difflib.get_close_matches(prefix + key, everywhere, n=1, cutoff=0.8)
     return f"; did you mean {' or '.join(close)}?" if close else f"; known here: {', '.join(names)}"

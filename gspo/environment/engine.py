@@ -11,6 +11,7 @@ is left that has taken less than `environment.patience_s`; the conversations of 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +79,13 @@ class ConversationEngine:
 
     def close(self) -> None:
         self._engine.close()
+
+    def over(self, engine: Engine) -> ConversationEngine:
+        """The same conversations, with another engine for the turns. Two threads may use both: their calls take turns,
+        because the process of the environments runs those of one call at a time."""
+        other = copy.copy(self)
+        other._engine = engine
+        return other
 
     def generate(
         self,
@@ -148,6 +156,15 @@ class ConversationEngine:
         sample_turns: Callable[[Sequence[Transcript]], list[Completion]],
     ) -> None:
         """Go on with all conversations until each has ended."""
+        with self._host.alone:
+            self._converse_alone(transcripts, key, sample_turns)
+
+    def _converse_alone(
+        self,
+        transcripts: Sequence[Transcript],
+        key: str,
+        sample_turns: Callable[[Sequence[Transcript]], list[Completion]],
+    ) -> None:
         numbers = {self._host.open(): t for t in transcripts}
         number_of = {id(t): number for number, t in numbers.items()}
         waiting = set(numbers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from gspo.config import EnvironmentConfig
 from gspo.environment.environment import EnvironmentSource
 from gspo.environment.variables import check_declared, keeps
 from gspo.environment.worker import ANSWER_LIMIT
-from gspo.errors import ConfigError, RewardError
+from gspo.errors import ConfigError, EngineError, RewardError
 from gspo.reward.process import START_LIMIT_S, ChildProcess, WorkerDied
 
 _SLICE_S = 0.1
@@ -65,8 +66,14 @@ class EnvironmentHost:
         self._unsent = memoryview(b"")
         self._received = bytearray()
         self._loaded = False
+        self._closed = False
+        self.alone = threading.Lock()
+        """Held by the call whose conversations are running: with `rollout.max_lag`, evaluations and batches have
+        threads of their own."""
         self.tools: list[dict[str, Any]] = []
         """The schemas of the environment's tools."""
+        self.gives_rewards = True
+        """Whether the environment can give rewards."""
 
     @property
     def pid(self) -> int | None:
@@ -75,6 +82,7 @@ class EnvironmentHost:
 
     def start(self) -> None:
         """Start the process and load the environment. Raises `ConfigError` if that is impossible."""
+        self._check_open()
         if self._loaded and self._process.pid is not None:
             return
         self._restart()
@@ -92,7 +100,7 @@ class EnvironmentHost:
         if "error" in answer:
             self._process.kill()
             raise ConfigError(answer["error"])
-        self.tools = answer["tools"]
+        self.tools, self.gives_rewards = answer["tools"], answer["gives_rewards"]
         self._loaded = True
 
     def open(self) -> int:
@@ -109,6 +117,7 @@ class EnvironmentHost:
         """The answers that have arrived; waits for one for at most `wait_s`, and for none without a request."""
         until = time.monotonic() + wait_s
         while True:
+            self._check_open()
             answers = self._dispatch()
             if self._pending and not answers:
                 try:
@@ -147,13 +156,19 @@ class EnvironmentHost:
                 self._unsent = self._process.send(self._unsent)
 
     def close(self) -> None:
-        """End the process and all conversations. May be called twice."""
+        """End the process and all conversations. May be called twice. A thread that waits for an answer gets an
+        error."""
+        self._closed = True
         self._waiting.clear()
         self._pending.clear()
         self._loaded = False
         self._process.kill()
 
     # ---- requests
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the environments were closed")
 
     def _dispatch(self) -> list[Answer]:
         """Send waiting requests while there is room; those that cannot be sent have failed."""

@@ -50,7 +50,9 @@ class ConversationRewards:
         return self._pool.functions_of(source) if self._pool else []
 
     def new_faults(self) -> list[Fault]:
-        faults, self._new_faults = self._new_faults, []
+        faults = []
+        while self._new_faults:  # another thread may be scoring
+            faults.append(self._new_faults.pop(0))
         return [*faults, *(self._pool.new_faults() if self._pool else ())]
 
     def take_usage(self) -> dict[str, dict[str, float]]:

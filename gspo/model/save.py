@@ -70,13 +70,17 @@ def gathered_weights(policy: Policy, ranks: Ranks) -> Iterator[Iterator[tuple[st
 def whole_weights(policy: Policy, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model, or of its adapters, as whole tensors, layer by layer. All ranks must exhaust it. A device
     holds one whole tensor at a time."""
-    model = policy.model
-    adapters = adapter.adapted(model)
-    named = dict(model.named_parameters())
-    for name in (name for unit in _units(model) for name in unit):
-        if name in named and (named[name].requires_grad or not adapters):
+    named = trained_weights(policy)
+    for name in (name for unit in _units(policy.model) for name in unit):
+        if name in named:
             whole = full(named[name].detach())
             yield name, whole.cpu() if ranks.several else whole
+
+
+def trained_weights(policy: Policy) -> dict[str, Tensor]:
+    """The parameters of a model, or of its adapters, by name. They may be sharded."""
+    adapters = adapter.adapted(policy.model)
+    return {name: p for name, p in policy.model.named_parameters() if p.requires_grad or not adapters}
 
 
 @contextmanager

@@ -112,15 +112,16 @@ def centered(reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupCentered(AdvantageRule):
-    """R - mean within the group; with `advantage_scale = "std"` divided by the group's std, as `z_score` does."""
+    """R - mean within the group, divided by the group's std unless `advantage_scale = "none"`. The std has Bessel's
+    correction and no epsilon."""
 
-    advantage_scale: str = "none"
+    advantage_scale: str = "std"
 
     def __post_init__(self) -> None:
-        check_choice("advantage_scale", self.advantage_scale, ("none", "std"))
+        check_choice("advantage_scale", self.advantage_scale, ("std", "none"))
 
     def __call__(self, reward_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-        rule = centered if self.advantage_scale == "none" else z_score
+        rule = z_score if self.advantage_scale == "std" else centered
         return rule(reward_B, group_B, groups)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from gspo.equivalents.explain import explain
 from gspo.errors import ConfigError
 from gspo.field_types import field_types
 from gspo.objectives.advantage import AdvantageRule
@@ -212,7 +213,8 @@ def _change_part(part: Any, settings: dict[str, Any]) -> Any:
 def _unknown(objective: Objective, key: str) -> str:
     known = list(settings_of(objective))
     close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
+    about = explain(key)
+    hint = f"{about}; " if about else f"did you mean {close[0]}? " if close else ""
     return f"objective {objective.name!r} has no setting {key!r}; {hint}valid settings: {', '.join(known)}"
 
 

@@ -23,12 +23,10 @@ from gspo.objectives.advantage import (
     AdvantageRule,
     GroupCentered,
     batch_whitened,
-    centered,
     external,
     leave_one_out,
     mean_scaled,
     rescaled,
-    z_score,
 )
 from gspo.objectives.aggregate import ConstantLength, sequence_mean, sequence_sum, token_mean
 from gspo.objectives.custom import is_custom, load
@@ -82,40 +80,42 @@ def row(
     )
 
 
+STD, CENTERED = GroupCentered("std"), GroupCentered("none")
+
 TABLE: dict[str, Objective] = {
     # Sequence level: one ratio per completion.
     # GSPO's range was chosen for long completions of a large model. Shorter completions need a wider one.
-    "gspo": row("2507.18071", z_score, SequenceRatio(), Clip(3e-4, 4e-4), sequence_mean, advantage_per="sequence"),
+    "gspo": row("2507.18071", STD, SequenceRatio(), Clip(3e-4, 4e-4), sequence_mean, advantage_per="sequence"),
     # The same value and gradient as gspo, unless the advantage differs between the tokens of a completion.
-    "gspo_token": row("2507.18071", z_score, SequenceRatio(), Clip(3e-4, 4e-4), sequence_mean, credit="steps"),
+    "gspo_token": row("2507.18071", STD, SequenceRatio(), Clip(3e-4, 4e-4), sequence_mean, credit="steps"),
     # One ratio per turn of a conversation, between GSPO's one per completion and GRPO's one per token.
-    "gspo_turn": row("2511.20718", z_score, TurnRatio(), Clip(3e-4, 4e-4), sequence_mean, credit="steps"),
-    "luspo": row("2602.05261", z_score, SequenceRatio(), Clip(2e-3, 2.5e-3), sequence_sum, advantage_per="sequence"),
+    "gspo_turn": row("2511.20718", STD, TurnRatio(), Clip(3e-4, 4e-4), sequence_mean, credit="steps"),
+    "luspo": row("2602.05261", STD, SequenceRatio(), Clip(2e-3, 2.5e-3), sequence_sum, advantage_per="sequence"),
     # The gradient of the product of all ratios is a sum over tokens, so FSPO does not divide by the length.
-    "fspo": row("2509.09177", z_score, SequenceRatio("none"), LengthBand(), sequence_sum, advantage_per="sequence"),
-    "gmpo": row("2507.20673", z_score, token, LogClipThenMean(), sequence_mean, advantage_per="sequence"),
-    "sspo": row("2602.19327", z_score, token, SoftGateThenMean(), sequence_mean, advantage_per="sequence"),
-    "vespo": row("2602.10693", GroupCentered(), ProductRatio(), GammaWeight(), token_mean, advantage_per="sequence"),
+    "fspo": row("2509.09177", STD, SequenceRatio("none"), LengthBand(), sequence_sum, advantage_per="sequence"),
+    "gmpo": row("2507.20673", STD, token, LogClipThenMean(), sequence_mean, advantage_per="sequence"),
+    "sspo": row("2602.19327", STD, token, SoftGateThenMean(), sequence_mean, advantage_per="sequence"),
+    "vespo": row("2602.10693", CENTERED, ProductRatio(), GammaWeight(), token_mean, advantage_per="sequence"),
     # Token level, hard clip.
-    "grpo": row("2402.03300", z_score, token, Clip(), sequence_mean, kl=0.04),
-    "dr_grpo": row("2503.20783", centered, token, Clip(), ConstantLength()),
-    "dapo": row("2503.14476", z_score, token, Clip(0.2, 0.28), token_mean, keep="mixed", shape=("soft_overlong",)),
+    "grpo": row("2402.03300", STD, token, Clip(), sequence_mean, kl=0.04),
+    "dr_grpo": row("2503.20783", CENTERED, token, Clip(), ConstantLength()),
+    "dapo": row("2503.14476", STD, token, Clip(0.2, 0.28), token_mean, keep="mixed", shape=("soft_overlong",)),
     "reinforce_pp": row("2501.03262", batch_whitened, token, Clip(), token_mean, kl=0.001, kl_in="reward"),
     "maxrl": row("2602.02710", mean_scaled, token, Clip(), token_mean),
     "ppo_clip": row("1707.06347", external, token, Clip(), token_mean),
     # Token level, soft or weighted.
-    "sapo": row("2511.20347", z_score, token, SoftGate(), sequence_mean),
-    "maspo": row("2602.17550", z_score, token, MassGate(), token_mean),
-    "cispo": row("2506.13585", z_score, token, CappedWeight(), token_mean),
-    "minirl": row("2512.01374", centered, token, MaskedWeight(), sequence_sum),
-    "minpro": row("2601.22718", z_score, prefix_minimum, CappedWeight(), token_mean),
+    "sapo": row("2511.20347", STD, token, SoftGate(), sequence_mean),
+    "maspo": row("2602.17550", STD, token, MassGate(), token_mean),
+    "cispo": row("2506.13585", STD, token, CappedWeight(), token_mean),
+    "minirl": row("2512.01374", CENTERED, token, MaskedWeight(), sequence_sum),
+    "minpro": row("2601.22718", STD, prefix_minimum, CappedWeight(), token_mean),
     # Token level, ratio to the sampler, unbounded where it is not masked.
-    "dppo_tv": row("2602.04879", centered, token_to_sampler, TotalVariationMask(), ConstantLength()),
-    "dppo_kl": row("2602.04879", centered, token_to_sampler, BinaryKlMask(), ConstantLength()),
-    "trm": row("2512.23075", z_score, token_to_sampler, CompletionMask(), token_mean),
+    "dppo_tv": row("2602.04879", CENTERED, token_to_sampler, TotalVariationMask(), ConstantLength()),
+    "dppo_kl": row("2602.04879", CENTERED, token_to_sampler, BinaryKlMask(), ConstantLength()),
+    "trm": row("2512.23075", STD, token_to_sampler, CompletionMask(), token_mean),
     # Token level, with a few tokens selected by covariance.
-    "clip_cov": row("2505.22617", z_score, token, DropCovariance(), token_mean),
-    "kl_cov": row("2505.22617", z_score, token, PenalizeCovariance(), token_mean),
+    "clip_cov": row("2505.22617", STD, token, DropCovariance(), token_mean),
+    "kl_cov": row("2505.22617", STD, token, PenalizeCovariance(), token_mean),
     # No ratio.
     "gpg": row("2504.02546", rescaled, none, Unbounded(), token_mean),
     # The log-prob of a completion is the sum over its tokens, so RLOO does not divide by the length.

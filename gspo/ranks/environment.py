@@ -15,6 +15,8 @@ from pathlib import Path
 from gspo.errors import ConfigError
 
 NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER = (*NEEDED, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+"""Variables with which a launcher tells a process that it is one of several ranks."""
 LAUNCHED = "GSPO_NPROC"
 """The number of ranks, in the environment of those that `gspo train --nproc` has started."""
 ENDED = "GSPO_ENDED_RANKS"
@@ -49,6 +51,11 @@ def killed_by(rank: int, environment: Mapping[str, str] = os.environ) -> int | N
         return int((Path(folder) / str(rank)).read_text()) if folder else None
     except (OSError, ValueError):  # no such file, or one that is being written
         return None
+
+
+def without_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a process that is not one of the ranks, but is started by one."""
+    return {k: v for k, v in environment.items() if k not in _LAUNCHER and not k.startswith("TORCHELASTIC_")}
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:

@@ -35,6 +35,7 @@ DROP_REASONS = {
     "empty": "were empty",
     "alone": "had no other usable completion in their group to compare with",
     "uniform": "were in groups whose completions all have the same reward (objective.keep = mixed)",
+    "over_lag": "were too long for their turns (rollout.over_lag = drop gives them up)",
 }
 """Drop reason -> how a message states it, with the dropped completions as the subject."""
 

@@ -1041,7 +1041,7 @@ METRICS = (
         "samples/dropped/KIND",
         "Sampled completions that were not trained on, by reason: `unscored`, `overlong` (truncated, with"
         ' `shape = "overlong_filter"`), `empty`, `alone` (no other trainable completion in its group), '
-        "`uniform` (its group was discarded).",
+        '`uniform` (its group was discarded), `over_lag` (given up, with `rollout.over_lag = "drop"`).',
         present="if there are any",
         unit="count",
         reduction=Reduction.SUM,

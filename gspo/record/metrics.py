@@ -121,7 +121,8 @@ def _sample_size(weights: Tensor) -> float:
 
 def drop_reasons(objective: Objective, collected: CollectResult, learned: LearnResult | None) -> dict[str, int]:
     """Number of completions that were not trained on, by reason, most frequent first."""
-    return dict(Counter(reason for *_, reason in _completions(objective, collected, learned) if reason).most_common())
+    counts = Counter(reason for *_, reason in _completions(objective, collected, learned) if reason)
+    return dict((counts + Counter(over_lag=len(collected.dropped))).most_common())
 
 
 def _completions(

@@ -31,6 +31,7 @@ from torch import Tensor
 from gspo.activity import activity
 from gspo.errors import DiskError, EngineError, WeightSyncError
 from gspo.ranks.codec import convert, encode
+from gspo.ranks.environment import without_launcher
 from gspo.rollout.engine import DecodeStats, Extension
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
@@ -97,6 +98,7 @@ class SamplingProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the trainer, which decides when sampling stops
+                env=without_launcher(),  # it is not one of the ranks of the run, if there are several
             )
         for descriptor in _pipes(self._process):
             os.set_blocking(descriptor, False)

@@ -144,6 +144,9 @@ class VerifiersEnvironment(RunEnvironment):
                 ) from None
             raise
 
+    def check_rewards(self) -> None:
+        """A taskset has its own."""
+
     def open(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
         """The problems, with what their tasks begin with as their prompts."""
         assert self._process is not None
@@ -183,6 +186,11 @@ def _check_effects(config: Config) -> None:
     for key, given in unused.items():
         if given:
             raise ConfigError(f'{key}: has no effect with environment.name = "verifiers"; leave it out')
+    if config.rollout.max_lag:
+        raise ConfigError(
+            'rollout.max_lag: not supported with environment.name = "verifiers", whose process serves one engine at a '
+            "time; set it to 0"
+        )
     if config.routing.replay == "sampler":
         raise ConfigError('routing.replay: verifiers does not pass on the experts of a completion; use "old" or "off"')
 

@@ -337,6 +337,10 @@ _DROP_REASONS = {
         ", because all completions were truncated and objective.shape drops truncated ones",
         "Raise rollout.max_tokens, or ask for shorter answers (data.instruction).",
     ),
+    "over_lag": (
+        ', because completions were too long for their turns and rollout.over_lag = "drop" gives them up',
+        'Raise rollout.span_tokens or rollout.max_lag, or set rollout.over_lag = "wait".',
+    ),
     "unscored": (
         ", because the completions could not be scored",
         "Open a step and filter by 'unscored' to see why: the reward raises, hangs or returns invalid values.",

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ends import same_end
+from sampling_stand_in import stand_in
 from simulated_vllm import SimulatedVllm
 from tiny_runs import tiny_tree
 
@@ -20,7 +24,7 @@ from gspo import config as settings
 from gspo.config import Config
 from gspo.context import RunContext
 from gspo.environment.setup import RunEnvironment
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, EngineError
 from gspo.evaluation import evaluate
 from gspo.learner.batch import prepare_batch
 from gspo.objectives.samples import train_samples
@@ -28,7 +32,9 @@ from gspo.preflight.context import PreflightContext
 from gspo.preflight.examine import CHECKS, run_checks
 from gspo.preflight.findings import Level
 from gspo.ranks.codec import decode, encode
+from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS
+from gspo.record.run_dir import read_jsonl
 from gspo.rollout.engine import EngineContext
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.step import learn
@@ -100,6 +106,41 @@ def test_a_run_resumes_bitwise_and_its_record_shows_the_turns(
             assert one is not None
             given = [i for i, own in enumerate(one.get("sampled") or []) if not own]
             assert all(one["logp_sampler"][i] is None for i in given)
+
+
+def test_conversations_are_sampled_ahead_of_training(
+    game: Callable[..., Config], tmp_path: Path, display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither delays nor evaluations at the same time change a run, and a resume repeats the batches in flight."""
+    setting = ("rollout.max_lag=2", "steps=4", "eval.every=1", "checkpoint.keep=10")
+    stand_in(monkeypatch)
+    train(game(*setting), display=display)
+    records = {step: read_jsonl(tmp_path / f"run/rollouts/{step:06d}.jsonl") for step in range(1, 5)}
+    assert any(len(r["turns"]) > 1 for r in chain(*records.values()))
+    assert all({r["version"] for r in found} == {2 * max(0, step - 3)} for step, found in records.items())
+    stand_in(monkeypatch, seed=1, longest_s=0.1)
+    train(game(*setting, run_dir="delayed"), display=display)
+    same_end(tmp_path / "run", tmp_path / "delayed")
+    shutil.copytree(tmp_path / "run", tmp_path / "cut")
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / f"cut/checkpoints/{step:06d}")
+    kept = json.loads((tmp_path / "cut/checkpoints/000002/in_flight.json").read_bytes())["entries"]
+    resume(tmp_path / "cut", display, trust_run=True)
+    same_end(tmp_path / "run", tmp_path / "cut")
+    assert [history.trained for history in read_ledger(tmp_path / "cut")] == [[step] for step in range(1, 5)]
+    assert len(kept) == 3
+
+
+def test_a_thread_that_waits_for_a_closed_environment_ends(game: Callable[..., Config]) -> None:
+    config = game()
+    environment = RunEnvironment(config)
+    number = environment.host.open()
+    environment.host.submit(number, "step", text="", format="json")
+    environment.close()
+    with pytest.raises(EngineError, match="were closed"):
+        environment.host.poll(60.0)
+    with pytest.raises(EngineError, match="were closed"):
+        environment.host.open()
 
 
 def conversation(reward: float, observation: tuple[int, ...], sample: int) -> tuple[Completion, Score]:
@@ -217,14 +258,16 @@ def test_an_evaluation_has_conversations_with_the_environment(
     [
         ("rollout.min_tokens=2", "rollout.min_tokens: is not supported with environment.name"),
         ("rollout.thinking_budget=5", "rollout.thinking_budget: is not supported"),
-        ("rollout.max_lag=1", "rollout.max_lag: is not supported"),
+        (("rollout.max_lag=2", "rollout.span_tokens=8"), "rollout.span_tokens: is not supported"),
         ("environment.turn_tokens=50", "environment.turn_tokens: 50 is more than rollout.max_tokens = 40"),
         ("environment.name=", "environment.max_turns: has no effect without environment.name"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(game: Callable[..., Config], override: str, message: str) -> None:
+def test_settings_that_cannot_work_are_refused(
+    game: Callable[..., Config], override: str | tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        game(override)
+        game(*([override] if isinstance(override, str) else override))
 
 
 def test_greedy_conversations_are_the_same_on_both_engines(game: Callable[..., Config], parts_of: Any) -> None:

@@ -199,3 +199,11 @@ def test_vespo_may_divide_by_the_deviation():
     assert torch.equal(gspo.group_advantage("vespo", rewards, groups), gspo.group_advantage("dr_grpo", rewards, groups))
     with pytest.raises(ValueError, match="advantage_scale"):
         gspo.objective("vespo", advantage_scale="mean")
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "sapo"])
+def test_an_objective_may_leave_the_deviation_out(name):
+    rewards, groups = [1.0, 0.0, 0.0, 0.5, 0.1], [0, 0, 0, 1, 1]
+    plain = gspo.group_advantage(gspo.objective(name, advantage_scale="none"), rewards, groups)
+    assert torch.equal(plain, gspo.group_advantage("dr_grpo", rewards, groups))
+    assert not torch.equal(plain, gspo.group_advantage(name, rewards, groups))

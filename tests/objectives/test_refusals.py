@@ -109,7 +109,7 @@ OWN_SETTINGS = {
     "max_divergence": ("trm",),
     "length_norm": ("gspo", "gspo_token", "luspo", "fspo", "vespo"),
     "denominator": ("vespo",),
-    "advantage_scale": ("vespo",),
+    "advantage_scale": tuple(set(ROWS) - {"reinforce_pp", "maxrl", "ppo_clip", "gpg", "rloo"}),
     "tau_pos": ("sapo", "sspo"),
     "tau_neg": ("sapo", "sspo"),
     "k_pos": ("vespo",),

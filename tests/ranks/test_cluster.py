@@ -47,7 +47,6 @@ def recipe(folder: Path, *overrides: str) -> str:
         (["--restarts", "1"], "--restarts: has no effect without --cluster"),
         (["--cluster", "auto", "--trust-run"], "--trust-run: has no effect without --resume"),
         (["--cluster", "auto", "--learner.typo=1"], "learner.typo"),
-        (["--cluster", "auto", "--nproc", "2", "--rollout.max_lag=1"], "rollout.max_lag: sampling while training"),
         (["--cluster", "auto", "--nproc", "2", "--learner.context_parallel=3"], "2 ranks cannot form groups of 3"),
     ],
 )

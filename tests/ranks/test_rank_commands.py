@@ -172,7 +172,6 @@ def test_a_signal_to_the_launcher_saves_and_the_run_resumes(
     "settings",
     [
         (["--learner.context_parallel=3"], "learner.context_parallel: 2 ranks cannot form groups of 3"),
-        (["--rollout.max_lag=1"], "rollout.max_lag: sampling while training works in a single process"),
         (["--learner.learning_rate=-1"], "learner.learning_rate: must be at least 0"),
         (["--resume", "RUN"], "train --resume: a run continues with its own model"),
     ],

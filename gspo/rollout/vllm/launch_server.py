@@ -22,12 +22,10 @@ import torch
 
 from gspo.errors import ConfigError, EngineError
 from gspo.loopback import access_token
-from gspo.ranks.environment import free_port
+from gspo.ranks.environment import free_port, without_launcher
 from gspo.rollout.vllm.guard import PARENT, TOKEN
 from gspo.rollout.vllm.http import Client, Fault
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables with which a launcher tells a process that it is one of several ranks."""
 EXTENSION = "gspo.rollout.vllm.worker.WorkerExtension"
 GUARD = "gspo.rollout.vllm.guard.Guard"
 
@@ -65,11 +63,9 @@ def command(model: str, *, host: str, port: int, experts: bool, more: Sequence[s
 
 def environment(token: str, own: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a server: the token, and permission to change weights."""
-    env = dict(own)
-    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an in-process engine of this process may have set it
     # vLLM has process groups of its own. It must not take this process for one of their ranks.
-    for name in [name for name in env if name in LAUNCHER or name.startswith("TORCHELASTIC_")]:
-        del env[name]
+    env = without_launcher(own)
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an in-process engine of this process may have set it
     for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
         env.setdefault(name, value)
     # vLLM offers the paths that change weights and adapters only with these.
