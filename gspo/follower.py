@@ -149,7 +149,8 @@ class Follower:
 
     def fine_tune(self, sequences: list[TokenSequence], first: bool) -> None:
         if first:
-            self._tuner = FineTuner(self.context.policy, self.context.config.cold_start, self.context.ranks)
+            config = self.context.config
+            self._tuner = FineTuner(self.context.policy, config.cold_start, config.learner, self.context.ranks)
         self._tuner.step(sequences)
 
     def adopt_weights(self) -> None:
