@@ -29,7 +29,7 @@ from gspo.environment.setup import RunEnvironment
 from gspo.errors import ConfigError
 from gspo.learner.batch import needs_old_logprobs
 from gspo.learner.checkpoint import size_of as checkpoint_size
-from gspo.learner.optimizer import Optimizer
+from gspo.learner.optimizer import Optimizer, check_optimizer
 from gspo.model.adapter import adapted, base_of
 from gspo.model.context_parallel import check_context_parallel
 from gspo.model.free_memory import free_memory
@@ -227,6 +227,7 @@ def environment_for(config: Config, stack: ExitStack) -> RunEnvironment | None:
     kind = VerifiersEnvironment if config.environment.name == VERIFIERS else RunEnvironment
     environment = kind(config)
     stack.callback(environment.close)
+    environment.check_rewards()
     return environment
 
 
@@ -326,6 +327,7 @@ def build_learner(
 ) -> tuple[LearnContext, Engine | None]:
     """What every rank has: the components that `learn` needs, and an engine, if it samples."""
     check_device(device_of(config.model.device), ranks)
+    check_optimizer(config.learner, device_of(config.model.device), ranks.count)
     policy = policy_for(
         config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint), ranks=ranks
     )
@@ -370,7 +372,10 @@ def samples_by_layer(config: Config, policy: Policy, ranks: Ranks) -> bool:
         return False
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     # Masters and moments will take their memory at the first update.
-    free = free_memory(policy.device)[0] / local_ranks(ranks.count) - checkpoint_size(model) / ranks.count
+    free = (
+        free_memory(policy.device)[0] / local_ranks(ranks.count)
+        - checkpoint_size(model, config.learner.optimizer) / ranks.count
+    )
     return bool(ranks.max(torch.tensor(int(weights > ROOM * free))))
 
 

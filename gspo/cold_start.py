@@ -90,7 +90,9 @@ def run_cold_start(context: RunContext, display: Display) -> ColdStartResult:
     def report(step: int, loss: float, reached: float) -> None:
         display.cold_start(step, config.steps, loss, reached)
 
-    result = fine_tune(context.policy, config, lessons.sequences, accuracy, report, context.ranks)
+    result = fine_tune(
+        context.policy, config, context.config.learner, lessons.sequences, accuracy, report, context.ranks
+    )
     # The cold start has its own optimizer. Without this, the master weights would still be those before it.
     with context.ranks.together("adopt_weights"):
         context.optimizer.adopt_weights()

@@ -9,7 +9,6 @@ requests, because the leader decides when the run stops, and ends when the leade
 from __future__ import annotations
 
 import signal
-import sys
 import time
 import tomllib
 import typing
@@ -81,7 +80,7 @@ class Follower:
             raise
         except GspoError as error:
             # The leader has the same error at the same point, and decides what follows.
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            self._output.note(f"{type(error).__name__}: {error}")
             self._ranks.watch.report_failure(error)
             self._failed = True
         except Exception as error:
@@ -98,7 +97,7 @@ class Follower:
         self._run = Path(run)
         self._ranks.watch.run = self._run
         self._output.log_to(self._run / "ranks" / f"{self._ranks.rank}.log")
-        print(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {self._ranks.rank} of {self._ranks.count}", flush=True)
+        self._output.note(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {self._ranks.rank} of {self._ranks.count}")
         begin = Path(checkpoint) if checkpoint else None
         self._adaptive_clip = run_adaptive_clip(settings)[0]
         self.context, self.engine = build_learner(
@@ -150,7 +149,8 @@ class Follower:
 
     def fine_tune(self, sequences: list[TokenSequence], first: bool) -> None:
         if first:
-            self._tuner = FineTuner(self.context.policy, self.context.config.cold_start, self.context.ranks)
+            config = self.context.config
+            self._tuner = FineTuner(self.context.policy, config.cold_start, config.learner, self.context.ranks)
         self._tuner.step(sequences)
 
     def adopt_weights(self) -> None:

@@ -137,9 +137,12 @@ class Prompt:
     """A correct completion, for the cold start; empty if the row has none."""
 
     def without_columns(self) -> Prompt:
-        """The prompt as other processes get it: only rewards read the row's other fields, which may be any JSON, such
-        as a number of more than 64 bits."""
-        return replace(self, columns={})
+        """The prompt as other processes get it: with the text of its messages alone. The rest of a message and the
+        row's other fields may be any JSON, such as a number of more than 64 bits, and only rewards read them."""
+        content = self.content
+        if not isinstance(content, str):
+            content = [{key: value for key, value in m.items() if isinstance(value, str)} for m in content]
+        return replace(self, content=content, columns={})
 
 
 @dataclass(frozen=True, kw_only=True)

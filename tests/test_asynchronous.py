@@ -243,17 +243,23 @@ def test_a_strange_plan_of_batches_is_no_checkpoint(golden: Path, tmp_path: Path
 
 
 def test_fields_of_rows_may_be_any_json(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = {"seed": 2**70, "name": "\ud800"}  # not in the JSON of messages between processes
+    # Neither is in the JSON of messages between processes.
+    columns, message = {"seed": 2**70, "name": "\ud800"}, {"role": "user", "content": "sort 2 1", "number": 2**70}
     plans = ((folder, in_flight.read(folder, int(folder.name))) for folder in golden.glob("checkpoints/*"))
     kept, plan = next((folder, plan) for folder, plan in plans if plan and plan.entries[0].batch)
     assert plan.entries[0].batch is not None
-    groups = [replace(g, prompt=replace(g.prompt, columns=columns)) for g in plan.entries[0].batch.rollouts.groups]
-    rollouts = replace(plan.entries[0].batch.rollouts, groups=tuple(groups))
+    row = {"content": [message], "columns": columns}
+    groups = [replace(g, prompt=replace(g.prompt, **row)) for g in plan.entries[0].batch.rollouts.groups]
+    discarded = [replace(g, prompt=replace(g.prompt, **row)) for g in plan.entries[0].batch.rollouts.discarded]
+    rollouts = replace(plan.entries[0].batch.rollouts, groups=tuple(groups), discarded=tuple(discarded))
     entry = replace(plan.entries[0], batch=replace(plan.entries[0].batch, rollouts=rollouts))
     in_flight.save(tmp_path, replace(plan, entries=(entry, *plan.entries[1:])))
     again = in_flight.read(tmp_path, int(kept.name))
     assert again is not None
-    assert again.entries == plan.entries
+    assert again.entries[0].batch is not None
+    restored = in_flight.with_columns(again.entries[0].batch, [group.prompt for group in groups + discarded])
+    assert restored == entry.batch
+    assert again.entries[1:] == plan.entries[1:]
 
     process = SamplingProcess(config="", checkpoint="", log=tmp_path / "log", timeout_s=60.0, weights=dict, room=0)
     sent: list[bytes] = []

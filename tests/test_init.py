@@ -77,7 +77,7 @@ def test_a_task_has_its_own_verifier(objective: str, tmp_path: Path) -> None:
     [
         ((), "--data: give it"),
         (("--data", "nothing.jsonl"), "no such file"),
-        (("--data", "additoin"), "addition"),
+        (("--data", "additio"), "addition"),
         (("--data", "addition", "--reward", "math_answer"), "verifier of its own"),
         (("--data", "org/problems", "--reward", "mathanswer"), "not a reward"),
         (("--data", "addition", "--objective", "gsp"), "gspo"),

@@ -1,7 +1,13 @@
 """A game of textarena (https://pypi.org/project/textarena, `pip install textarena`) as an environment.
 
-In: rows with a `prompt`, which is the instruction of the game if it is empty, and perhaps the name of a game as `game`.
-Out: the game's own reward when it is over. Invariant: all conversations of a row play the same instance of the game.
+In: rows whose prompts differ, which the instruction of the game is appended to, and perhaps the name of a game as
+`game`. Out: the game's own reward when it is over. Invariant: all conversations of a row play the same instance of the
+game.
+
+    [data]
+    path = "games.jsonl"                  # rows such as {"number": 1}
+    prompt_template = "Game {number}."
+    answer_field = ""
 
     [environment]
     name = "examples/environments/textarena_game.py:Game"

@@ -127,7 +127,8 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
         tree, where = read_toml(path), str(path)
     config = override(tree, [f"{key}={value}" for key, value in given.items()] + overrides, where=where)
     # The layouts decide these.
-    return replace(config, learner=replace(config.learner, context_parallel=1))
+    learner = replace(config.learner, context_parallel=1, optimizer="adamw", optimizer_offload=False)
+    return replace(config, learner=learner)
 
 
 def _model_path(text: str) -> str:

@@ -400,6 +400,13 @@ class LearnerConfig:
     """Ranks that compute each micro-batch together (Ulysses). A rank computes 1 / `context_parallel` of its tokens, so
     that sequences fit whose activations exceed the memory of one rank. It must divide the number of ranks and of
     attention heads. Affects memory and speed, never the gradient. Sampling does not use it."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` stores both moments of AdamW in 8 bits: 2.03 instead of 8 bytes per trained weight. Updates are no
+    longer exactly those of AdamW. Needs bitsandbytes, and works in a single process only."""
+    optimizer_offload: bool = False
+    """Hold float32 master weights and moments in host memory, from where each update streams them through the GPU. It
+    saves up to 12 bytes of GPU memory per trained weight, takes as much host memory, and makes updates slower. The
+    updates are the same. Only on a GPU, and in a single process."""
     learning_rate: NonNegativeFloat = 1e-6
     """Peak learning rate of AdamW."""
     warmup_updates: NonNegative = 0

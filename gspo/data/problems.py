@@ -528,7 +528,10 @@ def _split(train: list[Prompt], held_out: list[Prompt], skipped: int, *, name: s
     remaining = [p for p in train if p.id not in ids]
     kept = [p for p in remaining if p.key not in keys]
     if not kept:
-        raise DataError(f"{name}: every training prompt is also held out; lower data.held_out or use other files")
+        raise DataError(
+            f"{name}: every training prompt is also held out; lower data.held_out, use other files, or set "
+            "data.prompt_template if fields other than the prompt tell the problems apart"
+        )
     return Problems(train=kept, held_out=held_out, skipped=skipped, overlapping=len(remaining) - len(kept))
 
 

@@ -65,6 +65,11 @@ class Environment:
         """The reward of the last message. None leaves it to `reward.functions`."""
         return None
 
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether it can give a reward. If not, a run needs reward functions."""
+        return type(self).score is not Environment.score or type(self).step is not Environment.step
+
     def demonstrate(self, row: Mapping[str, Any]) -> Sequence[str | ToolCall]:
         """What a model could do in each turn, for the cold start: write a text, or call a tool. Empty if there is no
         demonstration."""
@@ -246,7 +251,7 @@ def take_step(environment: Environment, parsed: Parsed) -> dict[str, Any]:
     answer = environment.step(message)
     if not isinstance(answer, tuple) or len(answer) != 3:
         raise TypeError("step must return (observations, reward, done)")
-    observations, reward, done = answer
+    observations, reward, done = answer[0], _scalar(answer[1]), _scalar(answer[2])
     if isinstance(observations, str):
         observations = [{"role": "user", "content": observations}]
     if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
@@ -267,13 +272,22 @@ def take_step(environment: Environment, parsed: Parsed) -> dict[str, Any]:
     }
 
 
+def _scalar(value: Any) -> Any:
+    """A scalar of numpy or torch as a number. By attributes, so that neither is imported for it."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
 def _cut(messages: Messages) -> Messages:
     """The messages, with `LONGEST_RESULT` characters together: tokenizing megabytes takes seconds."""
     left = LONGEST_RESULT
+    cut = []
     for message in messages:
-        message["content"] = cut_text(message["content"], max(0, left))
-        left -= len(message["content"])
-    return messages
+        # A template may write any field.
+        texts = {k: cut_text(v, LONGEST_RESULT) for k, v in message.items() if isinstance(v, str)}
+        texts["content"] = cut_text(message["content"], max(0, left))
+        left -= len(texts["content"])
+        cut.append({**message, **texts})
+    return cut
 
 
 def _messages(value: Any, where: str) -> Messages:

@@ -72,6 +72,8 @@ class EnvironmentHost:
         threads of their own."""
         self.tools: list[dict[str, Any]] = []
         """The schemas of the environment's tools."""
+        self.gives_rewards = True
+        """Whether the environment can give rewards."""
 
     @property
     def pid(self) -> int | None:
@@ -98,7 +100,7 @@ class EnvironmentHost:
         if "error" in answer:
             self._process.kill()
             raise ConfigError(answer["error"])
-        self.tools = answer["tools"]
+        self.tools, self.gives_rewards = answer["tools"], answer["gives_rewards"]
         self._loaded = True
 
     def open(self) -> int:

@@ -35,6 +35,14 @@ class RunEnvironment:
         self._openings: dict[str, str] = {}
         self._tokens: TemplateTokens | None = None
 
+    def check_rewards(self) -> None:
+        """Raise if nothing gives a conversation a reward."""
+        if not self.host.gives_rewards and not self._config.reward.functions:
+            raise ConfigError(
+                f"environment.name: {self._config.environment.name} gives no rewards, and there are no reward "
+                "functions; set reward.functions, or write a method score (get_reward for a class in TRL's form)"
+            )
+
     def open_problems(self, problems: Problems, tokenizer: Any) -> Problems:
         """The problems, with what the environment begins with as their prompts."""
         return replace(

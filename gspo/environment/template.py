@@ -12,7 +12,7 @@ writes it, and the tokens after the first change become another branch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo.config import EnvironmentConfig
@@ -58,10 +58,15 @@ class TemplateTokens:
 
     def harmless(self, messages: Messages) -> Messages:
         """Messages in which every text is neutral. A template may write any field."""
-        return [{key: self._harmless(key, value) for key, value in message.items()} for message in messages]
+        return [{k: v if k == "role" else self._harmless(v) for k, v in message.items()} for message in messages]
 
-    def _harmless(self, key: str, value: Any) -> Any:
-        return self.neutral(value) if key != "role" and isinstance(value, str) else value
+    def _harmless(self, value: Any) -> Any:
+        """A JSON value in which every text is neutral."""
+        if isinstance(value, str):
+            return self.neutral(value)
+        if isinstance(value, Mapping):
+            return {self.neutral(str(key)): self._harmless(one) for key, one in value.items()}
+        return list(map(self._harmless, value)) if isinstance(value, list | tuple) else value
 
 
 class ObservationTemplate:

@@ -71,6 +71,10 @@ class _TrlEnvironment(Environment):
         return self._built.get_reward() if hasattr(self._built, "get_reward") else None
 
     @property
+    def gives_rewards(self) -> bool:
+        return hasattr(self._built, "get_reward")
+
+    @property
     def tools(self) -> Mapping[str, Callable[..., Any]]:
         members = inspect.getmembers(self._built, inspect.ismethod)
         return {name: method for name, method in members if not name.startswith("_") and name not in _RESERVED}

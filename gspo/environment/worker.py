@@ -110,7 +110,7 @@ class _Server:
                 warnings.simplefilter("ignore")
                 self._build = load(EnvironmentSource(**request["load"]))
                 built = self._build()
-                return {"tools": schemas(built)}
+                return {"tools": schemas(built), "gives_rewards": built.gives_rewards}
         except GspoError as error:
             return {"error": str(error)}
         finally:

@@ -43,6 +43,7 @@ from gspo import aliases
 from gspo.errors import FLOAT16_HINT, CheckpointError, DiskError, NumericalError
 from gspo.learner import state_validation
 from gspo.learner.optimizer import Optimizer
+from gspo.learner.weight_states import MOMENT_BYTES
 from gspo.model.load import Policy
 from gspo.model.save import disk_errors, save_model
 from gspo.ranks.group import ONE, Ranks
@@ -260,13 +261,14 @@ def _swap(one: Path, other: Path) -> bool:
     return bool(rename(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0)
 
 
-def size_of(model: Any, lag: int = 0) -> int:
-    """Approximate bytes of a checkpoint: the trained weights, two float32 moments, and float32 masters of weights in
-    lower precision. With `rollout.max_lag`, it may also have the weights of that many earlier steps."""
+def size_of(model: Any, optimizer: str, lag: int = 0) -> int:
+    """Approximate bytes of a checkpoint: the trained weights, the moments of an optimizer, and float32 masters of
+    weights in lower precision. With `rollout.max_lag`, it may also have the weights of that many earlier steps."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     n = sum(p.numel() for p in parameters)
     low = any(p.element_size() < 4 for p in parameters)
-    return sum(p.numel() * p.element_size() for p in parameters) * (1 + lag) + (12 if low else 8) * n
+    state = MOMENT_BYTES[optimizer] + (4 if low else 0)
+    return sum(p.numel() * p.element_size() for p in parameters) * (1 + lag) + int(state * n)
 
 
 def saved(folder: Path) -> list[Path]:

@@ -1,5 +1,7 @@
 """AdamW with warm-up and decay, float32 master weights, and steps that refuse non-finite gradients.
 
+Master weights, moments and the update rule are in `weight_states.py`.
+
 In: gradients accumulated on the model, in float32 for weights of any precision, multiplied by the loss scale if weights
 are float16. Out: an update, or a skip that leaves weights and moments unchanged.
 Invariant: the learning rate is a pure function of the update count and, with `ess_scaling`, of the completions of the
@@ -21,16 +23,28 @@ import torch
 from torch import Tensor
 
 from gspo.config import LearnerConfig
-from gspo.errors import FLOAT16_HINT
+from gspo.errors import FLOAT16_HINT, ConfigError
+from gspo.learner.adamw_8bit import AdamW8bit, check_8_bits
+from gspo.learner.host_states import HostStates
 from gspo.learner.loss_scale import LossScale
-from gspo.model.sharding import full, is_sharded, sharded_like
+from gspo.learner.weight_states import AdamW, AdamW32bit, DeviceStates
+from gspo.model.sharding import full, is_sharded
 
 WINDOW = 128
 """How many earlier gradient norms a spike is compared with. Detection starts once an eighth of them is known."""
 LEAST_SPREAD = 0.5
 """Lower bound on the standard deviation of the log norms. If norms hardly vary, every doubling would be a spike."""
 
-TUNABLE = ("learning_rate", "warmup_updates", "schedule", "final_fraction", "ess_scaling", "max_grad_norm", "spike")
+TUNABLE = (
+    "learning_rate",
+    "warmup_updates",
+    "schedule",
+    "final_fraction",
+    "ess_scaling",
+    "max_grad_norm",
+    "spike",
+    "optimizer_offload",
+)
 """Settings of the learner that a resumed run may change: moments and master weights stay valid."""
 
 
@@ -65,28 +79,14 @@ class Optimizer:
         # Frozen weights count too: gradients of activations flow through them in their precision.
         self._loss_scale = LossScale() if any(p.dtype == torch.float16 for p in model.parameters()) else None
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # Most updates are smaller than the resolution of a bfloat16 weight. They accumulate in float32 and would be
-        # rounded away otherwise.
-        self._masters = {
-            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
-            for name, p in self._weights.items()
-        }
+        rule = rule_of(config, next(model.parameters()).device)
+        self._states = (HostStates if config.optimizer_offload else DeviceStates)(self._weights, rule)
         for name, weight in self._weights.items():
-            if self._masters[name] is not weight:
+            if self._states.has_master(name):
                 # Micro-batches accumulate without rounding in between. FSDP assigns gradients of sharded weights, and
                 # `None` lets it assign any.
                 weight.grad_dtype = None if is_sharded(weight) else torch.float32
         self._reset_gradients()
-        self._adamw = torch.optim.AdamW(
-            list(self._masters.values()),
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            weight_decay=config.weight_decay,
-            # The fused kernel makes one pass over each tensor instead of a dozen small operations. It was measured on a
-            # CPU only (docs/log.md); on other devices `None` leaves the choice to PyTorch. The kernel does not increase
-            # the version counter of the tensors that it writes.
-            fused=all(master.device.type == "cpu" for master in self._masters.values()) or None,
-        )
 
     @property
     def loss_scale(self) -> float:
@@ -116,7 +116,7 @@ class Optimizer:
 
         `log_weight_B` are the log importance weights of the completions of this optimizer step; None without any. Both
         are those of all ranks, so that all ranks do the same."""
-        self._gradients_to_masters()
+        self._finish_gradients()
         norm = self._clip()
         # A skipped update does not advance the schedule, which counts the updates that were applied.
         rate = learning_rate(self.config, self.updates, self.total_updates)
@@ -127,12 +127,10 @@ class Optimizer:
         rate = rate * factor
         skipped = self._skip_reason(loss_finite, norm)
         if not skipped:
-            for group in self._adamw.param_groups:
-                group["lr"] = rate
-            self._adamw.step()
-            self._masters_to_weights()
+            gradients = {name: w.grad for name, w in self._weights.items() if w.grad is not None}
+            self._states.update(gradients, rate)
             self.updates += 1
-        self._adamw.zero_grad(set_to_none=True)
+            del gradients
         self._reset_gradients()
         update = Update(
             applied=not skipped, grad_norm=norm, learning_rate=rate, skipped=skipped, ess=ess, ess_factor=factor
@@ -146,9 +144,9 @@ class Optimizer:
 
     def _clip(self) -> float:
         """Scale the gradients down to the largest norm that is allowed, and return their norm before."""
-        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
         norm = full(torch.nn.utils.get_total_norm(gradients))
-        torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self.config.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(self._weights.values(), self.config.max_grad_norm, norm)
         return float(norm)
 
     def _skip_reason(self, loss_finite: bool, norm: float) -> str:
@@ -169,22 +167,14 @@ class Optimizer:
             return ""
         return f"a spike, {deviation:.0f} standard deviations above the last {len(known)}"
 
-    @torch.no_grad()
     def adopt_weights(self) -> None:
         """Copy the model's weights to the masters, after something else has changed them before the first step."""
-        for name, master in self._masters.items():
-            if master is not self._weights[name]:
-                master.copy_(self._weights[name])
+        self._states.adopt_weights()
 
     def state(self) -> dict[str, Tensor]:
         """Moments and master weights by parameter name, recent gradient norms, and the loss scale if there is one. They
         are sharded like the weights."""
-        tensors: dict[str, Tensor] = {}
-        for name, master in self._masters.items():
-            for key, value in self._adamw.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = value.detach()
-            if master is not self._weights[name]:
-                tensors[f"master/{name}"] = master.detach()
+        tensors = self._states.state()
         if self._loss_scale is not None:
             tensors["loss_scale"] = self._loss_scale.state()
         # float64, as Python's own floats, so that a resumed run skips the same spikes.
@@ -194,7 +184,7 @@ class Optimizer:
         """Tensors to load a state into, sharded like the weights, of which shapes and types are known."""
         empty: dict[str, Tensor] = {}
         for key, (shape, dtype) in shapes.items():
-            master = self._masters.get(key.partition("/")[2])
+            master = self._states.masters.get(key.partition("/")[2])
             if master is not None and shape == master.shape and is_sharded(master):
                 empty[key] = torch.empty_like(master, dtype=dtype)
             else:
@@ -204,49 +194,56 @@ class Optimizer:
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Restore the result of `state`, in place of the current state."""
         self.updates = updates
-        self._adamw.state.clear()  # a state from before the first update has no moments
         self._norms.clear()
         self._norms.extend(tensors.get("norms", torch.zeros(0)).tolist())
         if self._loss_scale is not None and "loss_scale" in tensors:
             self._loss_scale.load(tensors["loss_scale"])
-        for name, master in self._masters.items():
-            if f"master/{name}" in tensors:
-                master.data.copy_(sharded_like(tensors[f"master/{name}"], master))
-            keys = ("step", "exp_avg", "exp_avg_sq")
-            found = {key: tensors[f"{key}/{name}"] for key in keys if f"{key}/{name}" in tensors}
-            if found:
-                self._adamw.state[master] = {
-                    # AdamW's step count is a scalar that all ranks share, so it is never sharded.
-                    key: value.clone() if key == "step" else sharded_like(value, master).clone()
-                    for key, value in found.items()
-                }
+        self._states.load(tensors)
 
-    def _gradients_to_masters(self) -> None:
-        """Give the masters their gradients in float32, without the loss scale."""
+    def _finish_gradients(self) -> None:
+        """Turn what was accumulated into gradients in float32, without the loss scale."""
         # Nothing was computed, because all advantages are 0. That is a gradient of 0: AdamW still applies its momentum,
         # and the moments decay. It would ignore weights without a gradient.
         nothing = all(weight.grad is None for weight in self._weights.values())
-        for name, master in self._masters.items():
-            gradient = self._weights[name].grad
-            if gradient is not None:
-                master.grad = gradient.to(master.dtype)
-            else:
-                master.grad = torch.zeros_like(master) if nothing else None
-            if self._loss_scale is not None and master.grad is not None:
-                master.grad.div_(self._loss_scale.value)
+        for weight in self._weights.values():
+            if nothing:
+                weight.grad = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
+            elif weight.grad is not None:
+                weight.grad = weight.grad.float()
+            if self._loss_scale is not None and weight.grad is not None:
+                weight.grad.div_(self._loss_scale.value)
 
     def _reset_gradients(self) -> None:
         for name, weight in self._weights.items():
             weight.grad = None
-            if self._masters[name] is not weight and is_sharded(weight):
+            if self._states.has_master(name) and is_sharded(weight):
                 # FSDP adds to a gradient that is there, and otherwise makes one in the precision of the weight.
-                weight.grad = torch.zeros_like(self._masters[name])
+                weight.grad = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
 
-    @torch.no_grad()
-    def _masters_to_weights(self) -> None:
-        for name, master in self._masters.items():
-            if master is not self._weights[name]:
-                self._weights[name].copy_(master)
+
+def rule_of(config: LearnerConfig, device: torch.device) -> AdamW:
+    """The update rule of `learner.optimizer` for weights on a device."""
+    return AdamW8bit(config, device) if config.optimizer == "adamw_8bit" else AdamW32bit(config)
+
+
+def check_optimizer(config: LearnerConfig, device: torch.device, ranks: int) -> None:
+    """Refuse an optimizer that does not work with weights on a device, or on several ranks."""
+    for key, chosen in {
+        "optimizer": config.optimizer == "adamw_8bit",
+        "optimizer_offload": config.optimizer_offload,
+    }.items():
+        if chosen and ranks > 1:
+            raise ConfigError(
+                f"learner.{key}: works in a single process only. Of {ranks} ranks, each has 1/{ranks} of the optimizer "
+                "state already; leave it out"
+            )
+    if config.optimizer_offload and device.type == "cpu":
+        raise ConfigError(
+            "learner.optimizer_offload: the model is on a CPU, so the optimizer state is in host memory already; leave "
+            "it out"
+        )
+    if config.optimizer == "adamw_8bit":
+        check_8_bits(device)
 
 
 def effective_sample_size(log_weight_B: Tensor) -> float:

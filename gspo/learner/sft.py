@@ -38,8 +38,15 @@ class FineTuneResult:
 class FineTuner:
     """Takes supervised steps, on all ranks that share the policy."""
 
-    def __init__(self, policy: Policy, config: ColdStartConfig, ranks: Ranks = ONE) -> None:
-        settings = LearnerConfig(learning_rate=config.learning_rate, weight_decay=0.01, spike=0.0)
+    def __init__(self, policy: Policy, config: ColdStartConfig, learner: LearnerConfig, ranks: Ranks = ONE) -> None:
+        settings = LearnerConfig(
+            learning_rate=config.learning_rate,
+            weight_decay=0.01,
+            spike=0.0,
+            # It must fit into memory, as the optimizer of the run does.
+            optimizer=learner.optimizer,
+            optimizer_offload=learner.optimizer_offload,
+        )
         self._policy = policy
         self._ranks = ranks
         self._optimizer = Optimizer(policy.model, settings, config.steps)
@@ -78,6 +85,7 @@ class FineTuner:
 def fine_tune(
     policy: Policy,
     config: ColdStartConfig,
+    learner: LearnerConfig,
     demonstrations: Iterator[TokenSequence],
     accuracy: Callable[[int], float],
     report: Callable[[int, float, float], None],
@@ -86,7 +94,7 @@ def fine_tune(
     """Fine-tune until `accuracy(step)` reaches the target or the steps run out.
 
     `report(step, loss, accuracy)` is called at every check; the last step always has one."""
-    tuner = FineTuner(policy, config, ranks)
+    tuner = FineTuner(policy, config, learner, ranks)
     reached = 0.0
     step = 0
     for step in counted(range(1, config.steps + 1), "cold start", total=config.steps, unit="steps"):

@@ -78,6 +78,9 @@ def check_data(context: PreflightContext) -> Iterator[Finding]:
 def check_contamination(context: PreflightContext) -> Iterator[Finding]:
     """Whether the training problems contain those of the benchmarks that were named."""
     assert context.problems is not None
+    if not context.suites:
+        yield ok("Not compared with benchmarks; --suite names those to compare with.")
+        return
     training = texts_of(set().union(*map(identities, context.problems.train)))
     for source in context.suites:
         problems = source.problems()

@@ -67,9 +67,9 @@ def check_disk(context: PreflightContext) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(context: PreflightContext) -> float:
-    """One checkpoint: the model, two float32 moments, and float32 masters for weights in lower precision. With a
+    """One checkpoint: the model, two moments, and float32 masters for weights in lower precision. With a
     lag, also that many copies of older weights, which is the most that batches can still need."""
-    return size_of(context.skeleton, context.config.rollout.max_lag)
+    return size_of(context.skeleton, context.config.learner.optimizer, context.config.rollout.max_lag)
 
 
 def checkpoints(context: PreflightContext) -> int:

@@ -33,6 +33,8 @@ class Gpu:
     """Bytes per second and direction to the other GPUs of a node."""
     network: float
     """Bytes per second and direction to other nodes, per GPU."""
+    host_link: float
+    """Bytes per second and direction to the memory of the machine, over PCIe x16."""
     known_as: str
     """A part of the name that the driver reports."""
 
@@ -48,6 +50,7 @@ GPUS = {
             bandwidth=2.039e12,
             link=300e9,
             network=25e9,
+            host_link=32e9,
             known_as="A100-SXM4-80GB",
         ),
         Gpu(
@@ -57,12 +60,40 @@ GPUS = {
             bandwidth=3.35e12,
             link=450e9,
             network=50e9,
+            host_link=64e9,
             known_as="H100 80GB",
         ),
-        Gpu(name="h200", flops=989e12, memory=140 * GIB, bandwidth=4.8e12, link=450e9, network=50e9, known_as="H200"),
-        Gpu(name="b200", flops=2250e12, memory=180 * GIB, bandwidth=8e12, link=900e9, network=50e9, known_as="B200"),
+        Gpu(
+            name="h200",
+            flops=989e12,
+            memory=140 * GIB,
+            bandwidth=4.8e12,
+            link=450e9,
+            network=50e9,
+            host_link=64e9,
+            known_as="H200",
+        ),
+        Gpu(
+            name="b200",
+            flops=2250e12,
+            memory=180 * GIB,
+            bandwidth=8e12,
+            link=900e9,
+            network=50e9,
+            host_link=64e9,
+            known_as="B200",
+        ),
         # These two have no NVLink: PCIe 4.0 x16.
-        Gpu(name="l40s", flops=362e12, memory=48 * GIB, bandwidth=0.864e12, link=32e9, network=25e9, known_as="L40S"),
+        Gpu(
+            name="l40s",
+            flops=362e12,
+            memory=48 * GIB,
+            bandwidth=0.864e12,
+            link=32e9,
+            network=25e9,
+            host_link=32e9,
+            known_as="L40S",
+        ),
         Gpu(
             name="rtx4090",
             flops=165e12,
@@ -70,6 +101,7 @@ GPUS = {
             bandwidth=1.008e12,
             link=32e9,
             network=12.5e9,
+            host_link=32e9,
             known_as="RTX 4090",
         ),
     )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from gspo.config import Config
 from gspo.preflight.gpus import Gpu
 from gspo.preflight.machine import human
-from gspo.preflight.memory import Estimate, estimate
+from gspo.preflight.memory import Estimate, cheaper_optimizers, estimate, optimizer_settings
 from gspo.preflight.model_size import shape_of
 from gspo.preflight.speed import StepTime, step_time, useful_operations
 from gspo.preflight.workload import Workload
@@ -70,9 +70,13 @@ class LayoutPlan:
         way = f"LoRA {model.lora.rank}" if model.lora.rank else "full"
         way = f"Q{way}" if model.quantize else way
         more = f" x CP {learner.context_parallel}" if learner.context_parallel > 1 else ""
-        return f"{self.workload.ranks} GPU{'s' * (self.workload.ranks > 1)}{more}, {way}" + (
-            ", checkpointing" if model.gradient_checkpointing else ""
-        )
+        extras = {
+            "checkpointing": model.gradient_checkpointing,
+            "8-bit AdamW": learner.optimizer == "adamw_8bit",
+            "offload": learner.optimizer_offload,
+        }
+        named = "".join(f", {extra}" for extra, used in extras.items() if used)
+        return f"{self.workload.ranks} GPU{'s' * (self.workload.ranks > 1)}{more}, {way}{named}"
 
     @property
     def tokens_per_second(self) -> float:
@@ -104,7 +108,7 @@ class LayoutPlan:
             found["model.quantize"] = model.quantize
         if learner.context_parallel > 1:
             found["learner.context_parallel"] = learner.context_parallel
-        return found
+        return found | optimizer_settings(learner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +126,13 @@ class Request:
 
 def plan_layouts(request: Request, skeleton: Callable[[Config], Any]) -> list[LayoutPlan]:
     """Every layout, those that fit first, the fastest of them first."""
-    plans = [_plan(request, config, model, ranks) for config, model, ranks in _variants(request, skeleton)]
+    plans = []
+    for config, model, ranks in _variants(request, skeleton):
+        plan = _plan(request, config, model, ranks)
+        plans.append(plan)
+        # Adapters have little optimizer state.
+        if not plan.fits and not config.model.lora.rank:
+            plans += [_plan(request, other.config, model, ranks) for other in cheaper_optimizers(plan.workload)]
     return sorted(plans, key=lambda plan: (not plan.fits, plan.time.total if plan.fits else plan.need.peak))
 
 
@@ -186,7 +196,6 @@ def _plan(request: Request, config: Config, model: Any, ranks: int) -> LayoutPla
 def not_available(model: Any, cluster: Cluster) -> list[tuple[str, str]]:
     """What the program does not offer, and why: layouts that other systems have."""
     found = [
-        ("CPU offload", "never tried with this optimizer, which keeps float32 masters itself"),
         ("engines with weights of their own (vLLM)", "not planned: neither their memory nor their speed is modeled"),
     ]
     if shape_of(model).experts:
@@ -199,6 +208,7 @@ def not_available(model: Any, cluster: Cluster) -> list[tuple[str, str]]:
     if cluster.gpus > 1:
         found += [
             ("tensor and pipeline parallelism", "not implemented"),
+            ("CPU offload of several ranks", "learner.optimizer_offload works in a single process only"),
             (
                 'ranks.sampling_weights = "layers"',
                 "not planned: never tried on GPUs, where it decodes without CUDA graphs. For weights that exceed a GPU",

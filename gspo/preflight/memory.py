@@ -4,14 +4,16 @@ data sheet of a GPU.
 In: a `Workload`. Out: an `Estimate` in bytes. Invariant: it is for the largest possible micro-batch. b is the size of
 a weight, n the number of weights.
 
-Held for the whole run: weights b n, optimizer 8 n (two float32 moments), masters 4 n for weights in lower precision
-than float32, and a second copy of the weights with a KL penalty. With `rollout.max_lag`, the sampling process has
+Held for the whole run: weights b n, optimizer 8 n (two float32 moments) or 2.03 n (in 8 bits), masters 4 n for weights
+in lower precision than float32, and a second copy of the weights with a KL penalty. With `learner.optimizer_offload`,
+moments and masters are in host memory. With `rollout.max_lag`, the sampling process has
 another copy, and samples during training. With LoRA all but the first count the adapters' weights only, there is no
 second copy, and weights in NF4 take 4.127 bits each. Of N ranks, each holds one part in N. On top of that comes the
 largest of
 
 - training, on the largest possible micro-batch: gradients 4 n (always float32), activations, LM head;
-- the optimizer step: gradients 4 n, and on a GPU 4 n for temporaries;
+- the optimizer step: gradients 4 n, and on a GPU with float32 moments 4 n for temporaries, or what is on its way from
+  and to host memory;
 - sampling: the KV cache, and the logits of one decoding step; of several ranks, each also has the whole weights.
 
 Activations are what autograd keeps of each layer for the backward pass. Per token, with sdpa attention, for hidden
@@ -27,9 +29,13 @@ matrix product, it processes all at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from gspo.config import LearnerConfig
+from gspo.learner.host_states import LANES, PART
+from gspo.learner.weight_states import MOMENT_BYTES
 from gspo.model.kernels.fused_linear_logprobs import HELD, HELD_CPU
 from gspo.preflight.calibration import ACTIVATIONS
 from gspo.preflight.machine import human
@@ -74,6 +80,8 @@ class Estimate:
     held: tuple[MemoryUse, ...]
     phases: dict[str, tuple[MemoryUse, ...]]
     """By name; the first line of training is its gradients."""
+    host: tuple[MemoryUse, ...] = ()
+    """What it holds in host memory all the time."""
 
     @property
     def worst(self) -> str:
@@ -154,10 +162,9 @@ def estimate(workload: Workload) -> Estimate:
             MemoryUse(name="4-bit weights", bytes=whole, how="whole on every rank"),
             own("weights", rest, "in 16 bits"),
         ]
-    # Always float32, whatever the precision of the weights.
-    held += [own("optimizer moments", 8 * t, f"2 x 4 bytes {each}")]
-    if weights.size < 4:
-        held.append(own("float32 masters", 4 * t, f"4 bytes {each}"))
+    states = _optimizer_states(workload, own, each)
+    offload = workload.config.learner.optimizer_offload
+    held += [] if offload else states
     if workload.kl and not workload.config.model.lora.rank:
         held.append(own("reference model", weights.bytes, "a second copy of the weights, for objective.kl"))
     rollout = workload.config.rollout
@@ -165,18 +172,64 @@ def estimate(workload: Workload) -> Estimate:
         how = "its copy of the weights, for rollout.max_lag"
         held.append(MemoryUse(name="sampling process", bytes=weights.bytes, how=how))
         held += _sampling(workload, total(held))  # at the same time as training
-    temporary = own("temporaries", 4 * t, f"4 bytes {each}")
     return Estimate(
         held=tuple(held),
         phases={
             "training": _training(workload, each),
             "the optimizer step": (
                 own("gradients", 4 * t, f"4 bytes {each}"),
-                *((temporary,) if workload.gpu else ()),
+                *_update_temporaries(workload, own, each),
             ),
             "sampling": _sampling(workload, total(held)),
         },
+        host=tuple(states) if offload else (),
     )
+
+
+def _optimizer_states(workload: Workload, own: Callable[[str, float, str], MemoryUse], each: str) -> list[MemoryUse]:
+    """Moments and masters, wherever they are. Masters are float32 whatever the precision of the weights."""
+    weights, optimizer = workload.weights, workload.config.learner.optimizer
+    size = MOMENT_BYTES[optimizer]
+    lines = [own("optimizer moments", size * weights.trained, f"2 x {size / 2:.3g} bytes {each}")]
+    if weights.size < 4:
+        lines.append(own("float32 masters", 4 * weights.trained, f"4 bytes {each}"))
+    return lines
+
+
+def _update_temporaries(
+    workload: Workload, own: Callable[[str, float, str], MemoryUse], each: str
+) -> tuple[MemoryUse, ...]:
+    """What an update on a GPU adds to gradients. In 8 bits it is one kernel per weight, without temporaries."""
+    weights, learner = workload.weights, workload.config.learner
+    if not workload.gpu:
+        return ()
+    if learner.optimizer_offload:
+        entries = min(weights.trained, LANES * PART)
+        size = MOMENT_BYTES[learner.optimizer] + (4 if weights.size < 4 else 0)
+        return (own("streamed states", size * entries, f"{LANES} parts of {PART / 1e6:.3g}M, {size:.3g} bytes {each}"),)
+    if learner.optimizer == "adamw_8bit":
+        return ()
+    return (own("temporaries", 4 * weights.trained, f"4 bytes {each}"),)
+
+
+def cheaper_optimizers(workload: Workload) -> Iterator[Workload]:
+    """The workload with optimizers that need less GPU memory, the fastest first. They work on one rank."""
+    if workload.ranks > 1:
+        return
+    config = workload.config
+    kinds: list[tuple[Literal["adamw", "adamw_8bit"], bool]] = [("adamw_8bit", False)]
+    if workload.gpu:
+        kinds += [("adamw", True), ("adamw_8bit", True)]
+    for optimizer, offload in kinds:
+        learner = replace(config.learner, optimizer=optimizer, optimizer_offload=offload)
+        if learner != config.learner:
+            yield replace(workload, config=replace(config, learner=learner))
+
+
+def optimizer_settings(learner: LearnerConfig) -> dict[str, Any]:
+    """The settings of an optimizer that differ from the defaults."""
+    found = {"learner.optimizer": learner.optimizer, "learner.optimizer_offload": learner.optimizer_offload}
+    return {key: value for key, value in found.items() if value not in ("adamw", False)}
 
 
 def _training(workload: Workload, each: str) -> tuple[MemoryUse, ...]:

@@ -16,6 +16,7 @@ import torch
 from gspo.build import check_routes, engine_for, policy_for
 from gspo.config import ModelConfig
 from gspo.errors import GspoError
+from gspo.learner.optimizer import check_optimizer
 from gspo.model import adapter
 from gspo.model.free_memory import free_memory
 from gspo.model.load import build_model, device_of, dtype_name
@@ -31,6 +32,7 @@ def check_files(context: PreflightContext) -> Iterator[Finding]:
     config = context.config.model
     context.device = device = device_of(config.device)
     context.skeleton = skeleton = skeleton_of(config, context.tokenizer)
+    check_optimizer(context.config.learner, device, ranks=1)
     # Before the model is loaded: the estimate counts its weights.
     context.free = free_memory(device)
     count = sum(p.numel() for p in skeleton.parameters())

@@ -14,7 +14,7 @@ from typing import Any
 
 from gspo.preflight.layouts import UNTESTED, Cluster, LayoutPlan, shared_limits
 from gspo.preflight.machine import digits, human
-from gspo.preflight.memory import total
+from gspo.preflight.memory import optimizer_settings, total
 from gspo.preflight.step_time import duration
 
 SHOWN = 12
@@ -59,6 +59,7 @@ def _layout_data(layout: LayoutPlan) -> dict[str, Any]:
             "usable_bytes": layout.usable,
             "peak_bytes": need.peak,
             "worst": need.worst,
+            "host": [{"name": line.name, "bytes": line.bytes, "how": line.how} for line in need.host],
             "held": [{"name": line.name, "bytes": line.bytes, "how": line.how} for line in need.held],
             "phases": {
                 name: [{"name": line.name, "bytes": line.bytes, "how": line.how} for line in lines]
@@ -143,6 +144,8 @@ def _best(layout: LayoutPlan) -> list[str]:
     lines = [f"Fastest layout: {layout.name}"]
     lines += [f"  bottleneck: {phase} ({share:.0%} of the step), most of it {CAUSES.get(part, part)}"]
     lines += ["  memory held for the whole run", *(f"    {line}" for line in layout.need.held)]
+    if layout.need.host:
+        lines += ["  held in host memory", *(f"    {line}" for line in layout.need.host)]
     for name, uses in layout.need.phases.items():
         mark = " (the peak)" if name == layout.need.worst else ""
         lines += [f"  in {name}{mark}: {human(total(uses))}", *(f"    {line}" for line in uses if line.bytes)]
@@ -162,6 +165,7 @@ CAUSES = {
     "plain traffic": "reading and writing activations, in layers that are not compiled",
     "adapter traffic": "reading and writing activations of adapters",
     "gradient traffic": "adding up gradients",
+    "host traffic": "copying optimizer states from and to host memory",
 }
 
 
@@ -176,6 +180,8 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(
             f"Nothing was measured on {plan.cluster.gpu.name}: it is assumed to reach the same shares of its peaks."
         )
+    if any(optimizer_settings(layout.workload.config.learner) for layout in plan.layouts):
+        notes.append("8-bit AdamW and offload: their time was never measured on a GPU.")
     if any(layout.workload.ranks > 1 for layout in plan.layouts):
         notes.append(f"More than one GPU: {UNTESTED}.")
     return notes

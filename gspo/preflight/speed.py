@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from gspo.learner.weight_states import MOMENT_BYTES
 from gspo.preflight.calibration import TIMES
 from gspo.preflight.gpus import Gpu
 from gspo.preflight.memory import PREFILL_TOKENS, compiled_layer_bytes, concurrent, layer_bytes
@@ -32,6 +33,8 @@ SEGMENTS = 48
 UPDATE_BYTES = 98
 """Per trained weight: AdamW in PyTorch's `foreach` version reads and writes each tensor several times; the gradient
 norm, clipping, and the copy to weights of 16 bits."""
+UPDATE_BYTES_8BIT = 36
+"""The same with 8-bit moments, where one kernel does the update. Counted, never measured."""
 ACCUMULATE_BYTES = 12
 """Per trained weight and micro-batch: a gradient in 16 bits is written, read, and added to one in float32."""
 BACKWARD_ATTENTION = 2.5
@@ -114,7 +117,10 @@ def seconds(kind: str, amounts: Mapping[str, float], gpu: Gpu) -> dict[str, floa
 
 def ideal_seconds(name: str, amount: float, gpu: Gpu) -> float:
     """The time of an amount at the peak of the data sheet; a count as it is."""
-    return amount if name in COUNTS else amount / (gpu.flops if name in OPERATIONS else gpu.bandwidth)
+    if name in COUNTS:
+        return amount
+    rates = {"host traffic": gpu.host_link} | dict.fromkeys(OPERATIONS, gpu.flops)
+    return amount / rates.get(name, gpu.bandwidth)
 
 
 # --- Sampling ---
@@ -263,8 +269,15 @@ def _of_updates(workload: Workload, passes: Passes, updates: float) -> Amounts:
 
 def optimizer_amounts(workload: Workload) -> Amounts:
     """The optimizer steps of a rank, each for its part of the weights."""
-    updates = workload.config.learner.mini_batches
-    return {"traffic": updates * UPDATE_BYTES * workload.weights.trained / workload.ranks, "updates": updates}
+    learner, weights = workload.config.learner, workload.weights
+    updates, count = learner.mini_batches, workload.weights.trained / workload.ranks
+    of_update = UPDATE_BYTES_8BIT if learner.optimizer == "adamw_8bit" else UPDATE_BYTES
+    amounts: dict[str, float] = {"traffic": updates * of_update * count, "updates": updates}
+    if learner.optimizer_offload:
+        # Copies in both directions overlap.
+        moved = MOMENT_BYTES[learner.optimizer] + (4 if weights.size < 4 else 0)
+        amounts["host traffic"] = updates * moved * count
+    return amounts
 
 
 def useful_operations(workload: Workload) -> float:

@@ -171,8 +171,10 @@ class Ranks:
         import torch.distributed as dist
 
         everything = own.new_empty(self.count * len(own))
+        # Torch has renamed it, and warns about the name that older versions have.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self.peers_answer():
-            dist.all_gather_into_tensor(everything, own)
+            gather(everything, own)
         return everything
 
     def _from(self, source: int) -> bytes:

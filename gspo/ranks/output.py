@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from gspo.ranks.environment import CLUSTER
@@ -37,6 +38,11 @@ class FollowerOutput:
         os.write(log, self._read_early())
         os.close(log)
         self.logs = True
+
+    def note(self, text: str) -> None:
+        """Print a line. On a full disk it is lost, which must not end the run."""
+        with suppress(OSError):
+            print(text, flush=True)
 
     def show(self) -> None:
         """Write to the terminal, if there is no log."""

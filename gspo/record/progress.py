@@ -315,8 +315,9 @@ class LiveDisplay:
         table = Table.grid(padding=(0, 3))
         for _ in cells:
             table.add_column(no_wrap=True)
-        table.add_row(*(f"[dim]{title}[/dim]" for title, _ in cells))
-        table.add_row(*(f"[bold]{text}[/bold]" for _, text in cells))
+        # Not as markup: a message is printed without it, and so is what is live at that moment.
+        table.add_row(*(Text(title, style="dim") for title, _ in cells))
+        table.add_row(*(Text(text, style="bold") for _, text in cells))
         self._table = table
         self._live.start(refresh=True)
         self._live.refresh()

@@ -82,7 +82,7 @@ def check_disk_space(context: RunContext, run_dir: RunDir, incidents: Incidents,
     existing = len(checkpoint.saved(run_dir.checkpoints))
     # The oldest checkpoint is deleted only after the newest is complete, so one more than those kept must fit.
     count = saves if not keep else max(1, min(saves, keep + extra_checkpoints(config) + 1 - existing))
-    need = count * checkpoint.size_of(context.policy.model, config.rollout.max_lag)
+    need = count * checkpoint.size_of(context.policy.model, config.learner.optimizer, config.rollout.max_lag)
     free = shutil.disk_usage(run_dir.path).free
     if need > free:
         incidents.warn(

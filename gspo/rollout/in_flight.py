@@ -123,13 +123,16 @@ def read(folder: Path, step: int) -> InFlight | None:
 
 
 def with_columns(batch: CollectResult, prompts: Sequence[Prompt]) -> CollectResult:
-    """A restored batch with the columns of its prompts, which a checkpoint does not keep."""
-    rows = {prompt.id: prompt.columns for prompt in prompts}
+    """A restored batch with the columns and messages of its prompts, which a checkpoint does not keep."""
+    rows = {prompt.id: prompt for prompt in prompts}
 
     def complete(group: Group) -> Group:
         # The second occurrence of a prompt in a batch is PROMPT#2.
         id_ = group.prompt.id if group.prompt.id in rows else group.prompt.id.rpartition("#")[0]
-        return replace(group, prompt=replace(group.prompt, columns=rows.get(id_, {})))
+        row = rows.get(id_)
+        if row is None:
+            return group
+        return replace(group, prompt=replace(group.prompt, content=row.content, columns=row.columns))
 
     groups, discarded = (tuple(map(complete, g)) for g in (batch.rollouts.groups, batch.rollouts.discarded))
     return replace(batch, rollouts=RolloutBatch(groups=groups, discarded=discarded))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from itertools import accumulate
 from typing import Any
 
@@ -61,7 +61,7 @@ def _response(
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
-        "created": int(time.time()),
+        "created": int(datetime.now().timestamp()),
         "model": model,
         "choices": choices,
         "usage": used,

@@ -20,10 +20,10 @@ import math
 import secrets
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, TypeVar
 
 from gspo.data.chat import check_template, render, uses_template
@@ -116,7 +116,7 @@ class _Handlers:
         self._policy = policy
         self._name = name
         self._max_tokens = max_tokens
-        self._created = int(time.time())
+        self._created = int(datetime.now().timestamp())
         # The engine's thread decodes with the original meanwhile, and tokenizers have state.
         self._tokenizer = copy.deepcopy(policy.tokenizer)
         self._lock = threading.Lock()

@@ -65,7 +65,8 @@ def evaluate_on_suite(
         tokenizer = tokenizer_for(config)
         prompts = prompts_of(source, problems, tokenizer)
         seen = set(_contaminated(config, problems, tokenizer))
-        kept = [i for i in range(len(problems)) if i not in seen][:limit]
+        unseen = [i for i in range(len(problems)) if i not in seen]
+        kept = unseen[:limit]
         if not kept:
             raise ConfigError(f"--suite {source.name}: {config.model.path} was trained on all of its problems")
         policy = policy_for(config, tokenizer, routers=False)
@@ -86,7 +87,7 @@ def evaluate_on_suite(
         problems=[problems[i] for i in kept],
         evaluation=evaluation,
         samples=samples or source.suite.samples,
-        deviations=_deviations(config, source, samples, limit),
+        deviations=_deviations(config, source, samples, limit if len(kept) < len(unseen) else None),
         contaminated=[prompts[i].id for i in sorted(seen)],
     )
 

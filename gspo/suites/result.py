@@ -36,7 +36,8 @@ class SuiteResult:
     def numbers(self) -> dict[str, Estimate]:
         """avg@n, pass@k, and maj@n where answers can be compared."""
         found = {f"avg@{self.samples}": self.evaluation.accuracy}
-        ks = (k for k in self.source.suite.ks if 1 < k <= self.samples)
+        # With fewer completions than the protocol's, the largest k that they allow.
+        ks = [k for k in self.source.suite.ks if 1 < k <= self.samples] or [self.samples] * (self.samples > 1)
         found |= {f"pass@{k}": self.evaluation.pass_at(k) for k in ks}
         if self.samples > 1 and self.source.suite.scorer.votes:
             found[f"maj@{self.samples}"] = interval(

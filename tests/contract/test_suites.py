@@ -220,12 +220,17 @@ def test_the_numbers_of_several_completions(model: str, tmp_path: Path, capsys: 
     assert result["breakdown"]["level"]["2"]["value"] == 0.0
     assert result["unextracted"] == pytest.approx(16 / 24)
     assert "by subject:\n    Algebra" in capsys.readouterr().out
+    # Fewer completions than the protocol's smallest k.
+    result = evaluated(model, "math500", tmp_path, texts, "--limit=6", "--samples=2")
+    numbers = {name: estimate["value"] for name, estimate in result["numbers"].items()}
+    assert numbers == pytest.approx({"avg@2": 0.5 / 6, "pass@2": 1 / 6, "maj@2": 1 / 6})
 
 
 def test_problems_that_the_model_was_trained_on_are_excluded(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = evaluated(model, "gsm8k", tmp_path, {})
+    # A limit that leaves nothing out is not a deviation.
+    result = evaluated(model, "gsm8k", tmp_path, {}, f"--limit={COUNT - 1}")
     assert result["contaminated"] == ["gsm8k/3"]
     assert result["problems"] == COUNT - 1
     assert result["deviations"] == {}

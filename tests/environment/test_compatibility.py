@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 from conversations import TOKENIZER, conversations, rows, sample, written
 from transformers.utils import get_json_schema
 
-from gspo.environment.environment import find, load
+from gspo import config as settings
+from gspo.build import environment_for
+from gspo.environment import Environment
+from gspo.environment.environment import find, load, take_step
+from gspo.environment.template import TemplateTokens
+from gspo.environment.tool_calls import Parsed
 from gspo.environment.tools import LONGEST_RESULT, ToolError, call, schema
 from gspo.errors import ConfigError
 from gspo.types import Completion, ConversationEnd
@@ -239,3 +247,31 @@ def test_an_observation_of_megabytes_is_cut_before_it_is_tokenized(own: str) -> 
     assert LONGEST_RESULT < given < LONGEST_RESULT + 100
     assert "much much" in shown(done)
     assert "(truncated)" in shown(done)
+
+
+@pytest.mark.parametrize("name", ["TOOLS", "Walk"])
+def test_an_environment_without_rewards_needs_reward_functions(own: str, name: str) -> None:
+    tree = {"model": {"build": "tiny_dense"}, "data": {"task": "addition"}, "environment": {"name": f"{own}:{name}"}}
+    with pytest.raises(ConfigError, match="gives no rewards, and there are no reward functions"), ExitStack() as stack:
+        environment_for(settings.from_tree(tree, where="test"), stack)
+    with ExitStack() as stack:
+        judged = settings.from_tree({**tree, "reward": {"functions": ["math_answer"]}}, where="test")
+        assert environment_for(judged, stack) is not None
+
+
+class Numbers(Environment):
+    """Answers as code with numpy and torch does."""
+
+    def step(self, message: Mapping[str, Any]) -> Any:
+        fields = {"name": "x" * 10**6, "data": {"<end>": ["<end>"]}}
+        return [{"role": "tool", "content": "<end>", **fields}], np.float32(0.5), torch.tensor(False)
+
+
+def test_an_answer_may_have_scalars_of_numpy_and_torch() -> None:
+    answer = take_step(Numbers(), Parsed(content=""))
+    assert (answer["reward"], answer["done"]) == (0.5, False)
+    (message,) = answer["messages"]
+    assert len(message["name"]) < 2 * LONGEST_RESULT
+    assert TemplateTokens(TOKENIZER).harmless([{**message, "name": "n"}]) == [
+        {"role": "tool", "content": "< end>", "name": "n", "data": {"< end>": ["< end>"]}}
+    ]

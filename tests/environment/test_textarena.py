@@ -55,11 +55,11 @@ def test_a_game_is_played_to_its_end(package: str, tmp_path: Path, monkeypatch: 
             read = below.rounds[-1][[p.id for p in below.rounds[-1]].index(key)].token_ids
             said = str(engine._template.tokenizer.decode(read))
             guess = int(re.findall(r"\[(\d+)\]", said)[-1])
-            low, high = (guess + 1, high) if said.rindex("higher") > said.rindex("[") else (low, guess - 1)
+            low, high = (guess + 1, high) if said.rfind("higher") > said.rindex("[") else (low, guess - 1)
             bounds[prompt] = [low, high]
         return f"[{(low + high) // 2}]"
 
-    problems = rows({"prompt": ""}, {"prompt": "Play well."})
+    problems = rows({"prompt": "Game 1."}, {"prompt": "Play well."})
     options = {"max_turns": 12, "timeout_s": 120.0}
     with conversations(bisect, f"{EXAMPLE}:Game", problems, **options) as (engine, below, prompts):
         done = sample(engine, prompts, 2, max_tokens=3000)

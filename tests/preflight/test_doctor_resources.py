@@ -169,6 +169,52 @@ def test_on_a_gpu_a_run_would_split_its_micro_batches(
     assert [f.level for f in memory_check.check_memory(context)] == ["FAIL"]
 
 
+def test_a_cheaper_optimizer_is_proposed_where_it_fits(
+    tiny: Callable[..., Config], examined: Any, monkeypatch: Any
+) -> None:
+    options = (
+        "model.build_options.hidden_size=4096",
+        "model.dtype=float16",
+        "rollout.prompts=1",
+        "rollout.group_size=2",
+    )
+    context = examined(tiny(*options, "learner.mini_batches=1", "rollout.max_tokens=4"), *PLAN).context
+    context.device = torch.device("cuda")
+    weights = context.workload.weights.total
+    plain = memory.estimate(context.workload)
+    smaller = [memory.estimate(other).peak for other in memory.cheaper_optimizers(context.workload)]
+    assert max(smaller) < plain.peak
+
+    def remedy(room: float) -> str:
+        context.free = (int(room / memory_check.TIGHT) + 1, int(64e9))
+        (finding,) = memory_check.check_memory(context)
+        return finding.do
+
+    all_fit = remedy(max(smaller))
+    assert all_fit.startswith("Weights, gradients and optimizer alone take ")
+    for text in (
+        'use learner.optimizer = "adamw_8bit" (needs ',
+        "learner.optimizer_offload = true (needs ",
+        'learner.optimizer = "adamw_8bit" with learner.optimizer_offload = true (needs ',
+        " of host memory), more memory",
+    ):
+        assert text in all_fit
+    assert "learner.optimizer" not in remedy(2.0 * weights), "none of them fits"
+    learner = dataclasses.replace(context.config.learner, optimizer_offload=True)
+    context.config = dataclasses.replace(context.config, learner=learner)
+    monkeypatch.setattr(memory_check, "free_memory", lambda device: (15 * weights, 64 * weights))
+    assert next(iter(memory_check.check_memory(context))).level == "ok"
+    monkeypatch.setattr(memory_check, "free_memory", lambda device: (11 * weights, 64 * weights))
+    host = next(iter(memory_check.check_memory(context)))
+    assert (host.level, host.numbers["host_need"]) == ("FAIL", 12 * weights)
+    assert 'learner.optimizer = "adamw_8bit"' in host.do
+
+
+def test_an_optimizer_that_cannot_work_is_a_failure(tiny: Callable[..., Config], examined: Any) -> None:
+    found = examined(tiny("learner.optimizer_offload=true"), *PLAN)
+    assert found.levels("model files") == ["FAIL"]
+
+
 def test_a_model_that_does_not_fit_is_not_loaded(tiny: Callable[..., Config], examined: Any, monkeypatch: Any) -> None:
     loaded: list[str] = []
     monkeypatch.setattr("gspo.build.load_policy", lambda *args, **options: loaded.append("loaded"))
@@ -238,7 +284,7 @@ def test_adapters_and_four_bits_are_counted(tiny: Callable[..., Config], examine
         trained = sum(p.numel() for p in loaded.parameters() if p.requires_grad)
         assert (held["optimizer moments"], held["float32 masters"]) == (8 * trained, 4 * trained)
         assert "reference model" not in held
-        assert disk.checkpoint_bytes(context) == size_of(loaded)
+        assert disk.checkpoint_bytes(context) == size_of(loaded, "adamw")
         real = sum(p.numel() * p.element_size() for p in loaded.parameters())
         assert held["weights"] == pytest.approx(real, rel=0.04)  # the scales of 4-bit weights (3 %) are not parameters
 

@@ -323,7 +323,7 @@ def test_a_plan_as_text(capsys: Any) -> None:
     assert "8.191B parameters, on 8 x h200" in out
     for text in ("Fastest layout: ", "bottleneck: ", "KV cache", "learner.micro_batch_tokens = ", "--nproc 8"):
         assert text in out
-    for text in ("CPU offload: ", "GSPO_UNTESTED_NCCL=1", "fitted on one H200"):
+    for text in ("CPU offload of several ranks: ", "GSPO_UNTESTED_NCCL=1", "fitted on one H200"):
         assert text in out
 
 
@@ -449,3 +449,42 @@ def test_predictions_for_the_measured_shapes(benchmarks: SimpleNamespace) -> Non
             assert memory.total(need.phases[phase]) == pytest.approx(size, rel=0.15)
         if measured.peak:
             assert need.peak == pytest.approx(measured.peak, rel=0.15)
+
+
+# ---- optimizers that need less GPU memory
+
+
+def test_where_optimizer_states_are_and_how_large() -> None:
+    """Bytes per weight: 2 weight, 4 master, 8 or 2.03 moments; and 4 gradient."""
+    plain = workload(skeleton(hidden_size=512, intermediate_size=2048))
+    count = plain.weights.trained
+
+    def sizes(work: Workload) -> tuple[float, float]:
+        need = memory.estimate(work)
+        return memory.total(need.held) / count, memory.total(need.host) / count
+
+    others = {tuple(memory.optimizer_settings(w.config.learner)): w for w in memory.cheaper_optimizers(plain)}
+    eight, offload = ("learner.optimizer",), ("learner.optimizer_offload",)
+    assert sizes(plain) == (14, 0)
+    assert sizes(others[eight]) == pytest.approx((8.03, 0), abs=0.01)
+    assert sizes(others[offload]) == (2, 12)
+    assert sizes(others[eight + offload]) == pytest.approx((2, 6.03), abs=0.01)
+    updates = {key: memory.estimate(w).phases["the optimizer step"] for key, w in others.items()}
+    assert [line.name for line in updates[eight]] == ["gradients"]
+    assert updates[offload][1].bytes <= 12 * count
+    assert not list(memory.cheaper_optimizers(replace(plain, ranks=2)))
+    assert len(list(memory.cheaper_optimizers(replace(plain, gpu=False)))) == 1, "a CPU has nowhere to move states to"
+
+
+def test_cheaper_optimizers_are_planned_where_the_plain_one_does_not_fit(capsys: Any) -> None:
+    assert main(["plan", str(SHAPES / "qwen3-8b"), "--gpu=h200", "--json", *LENGTHS]) == 0
+    layouts = {layout["name"]: layout for layout in json.loads(capsys.readouterr().out)["layouts"]}
+    assert not layouts["1 GPU, full"]["fits"]
+    eight, offload = layouts["1 GPU, full, 8-bit AdamW"], layouts["1 GPU, full, offload"]
+    assert eight["fits"]
+    assert offload["fits"]
+    assert eight["settings"]["learner.optimizer"] == "adamw_8bit"
+    assert offload["settings"]["learner.optimizer_offload"] is True
+    assert sum(line["bytes"] for line in offload["memory"]["host"]) == pytest.approx(12 * 8.19e9, rel=0.01)
+    assert offload["seconds"]["optimizer"] > layouts["1 GPU, full"]["seconds"]["optimizer"]
+    assert not [name for name in layouts if "LoRA" in name and "AdamW" in name]

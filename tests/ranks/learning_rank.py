@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,18 @@ from gspo.objectives.table import objective_names
 from gspo.ranks.context import join_context
 from gspo.ranks.group import Ranks
 from gspo.step import learn
-from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
+from gspo.types import (
+    Branch,
+    Completion,
+    Conversation,
+    ConversationEnd,
+    Group,
+    Prompt,
+    Score,
+    Status,
+    StopReason,
+    Turn,
+)
 
 MOE = {"model.build": "tiny_moe"}
 LORA = {"model.build": "", "model.path": "dense", "model.lora.rank": "4"}
@@ -59,6 +71,10 @@ class Case:
     """Whether weights also move in an update without a gradient, as they do by the momentum of AdamW."""
     broken: bool = False
     """Whether the sampler's log-prob of a single token is NaN, and with it the loss of a single rank."""
+    turns: bool = False
+    """Whether completions are conversations of up to three turns, each of which has a reward."""
+    branches: bool = False
+    """Whether the last turn of some conversations begins another branch."""
 
 
 def _selecting(name: str) -> dict[str, str]:
@@ -76,6 +92,14 @@ CASES = {
     "sampler": Case("gspo", {"learner.old_logp": "sampler", "learner.allow_mismatch": "true"}),
     "checkpointing": Case("gspo", {"model.gradient_checkpointing": "true"}),
     "minimum": Case("gspo", {"rollout.min_tokens": "3"}),
+    "corrections": Case("grpo", {"objective.mismatch": "token_tis", "objective.off_policy_mask": "0.1"}),
+    "turns": Case("gspo_turn", turns=True),
+    "steps": Case("gspo_token", turns=True),
+    "branches": Case("gspo_turn", turns=True, branches=True),
+    "padded branches": Case("gspo_turn", turns=True, branches=True, padded=True),
+    "moe lora kl branches": Case(
+        "gspo_turn", LORA_MOE | {"routing.replay": "sampler", "objective.kl": "0.1"}, turns=True, branches=True
+    ),
     "lora": Case("gspo", LORA),
     "qlora": Case("gspo", LORA | {"model.quantize": "nf4"}),
     "lora kl": Case("grpo", LORA | {"objective.kl": "0.1"}),
@@ -96,8 +120,12 @@ CONTEXT_CASES = (
     "padded",
     "checkpointing",
     "minimum",
+    "turns",
+    "branches",
+    "padded branches",
     "lora",
     "moe one update",
+    "moe lora kl branches",
     "moe sampler replay",
     "moe balance",
     *SHAPES,
@@ -137,7 +165,9 @@ def groups_of(case: Case, config: Config, vocabulary: int, stop: int, routers: R
                 # The prompt has the same experts in all completions of a group.
                 spans = (_experts(routers, len(prompt), g), _experts(routers, len(tokens) - 1, 100 * g + sample + 50))
                 routes = routers.pack(torch.cat(spans))
-            logp = [-rng.random() - 3 for _ in tokens]
+            turns = _turns(len(tokens)) if case.turns else ()
+            sampled = tuple(any(turn.start <= i < turn.end for turn in turns) for i in range(len(tokens) * bool(turns)))
+            logp = [-rng.random() - 3 for _ in range(sum(sampled) if turns else len(tokens))]
             if case.broken and not completions and not groups:
                 logp[0] = math.nan
             completions.append(
@@ -150,13 +180,36 @@ def groups_of(case: Case, config: Config, vocabulary: int, stop: int, routers: R
                     stop=StopReason.LENGTH,
                     version=0,
                     routes=routes,
+                    sampled=sampled,
+                    conversation=Conversation(turns=turns, end=ConversationEnd.DONE) if turns else None,
+                    branches=_branches(len(prompt), turns) if case.branches and sample % 2 else (),
                 )
             )
             reward = 1.0 if case.uniform and g else rng.random()
-            scores.append(Score(status=Status.SCORED, reward=reward, correct=reward > 0.5))
+            steps = ()
+            if turns:
+                ends = accumulate(turn.end - turn.start for turn in turns)
+                steps = tuple((end - 1, rng.random()) for end in ends)
+                reward = sum(value for _, value in steps)
+            scores.append(Score(status=Status.SCORED, reward=reward, correct=reward > 0.5, step_rewards=steps))
         prompts = Prompt(id=str(g), content="", text="", token_ids=prompt)
         groups.append(Group(prompt=prompts, completions=completions, scores=scores))
     return groups
+
+
+def _turns(tokens: int) -> tuple[Turn, ...]:
+    """What the model has sampled of a conversation: all but a token in every four, and the last one."""
+    given = [i for i in range(1, tokens - 1) if i % 4 == 2]
+    starts, ends = [0, *(i + 1 for i in given)], [*given, tokens]
+    return tuple(Turn(start=start, end=end) for start, end in zip(starts, ends, strict=True))
+
+
+def _branches(prompt: int, turns: Sequence[Turn]) -> tuple[Branch, ...]:
+    """The last turn, and the token that was given before it, follow the first turn."""
+    if len(turns) < 3:
+        return ()
+    shared = prompt + turns[0].end
+    return (Branch(start=0, parent=-1, shared=0), Branch(start=turns[-1].start - 1, parent=0, shared=shared))
 
 
 def _experts(routers: Routers, tokens: int, seed: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""A sharded model after a forward that was interrupted."""
+"""A sharded model after a forward that was interrupted, and tensors that are gathered from all ranks."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import in_forks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gspo.model.sharding import gathered, is_sharded, shard
+from gspo.ranks.group import Ranks
 from gspo.signals import Interrupted
 
 
@@ -44,3 +47,13 @@ def test_weights_are_sharded_again_after_an_interrupted_forward(model: Any) -> N
     assert all(map(is_sharded, model.parameters()))
     model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_gathering_tensors_of_all_ranks_warns_of_nothing(tmp_path: Path) -> None:
+    """A warning would reach the terminal of every user."""
+
+    def gather(ranks: Ranks) -> None:
+        warnings.simplefilter("error")
+        assert ranks.gather(torch.tensor([ranks.rank, 5])).tolist() == [0, 5, 1, 5]
+
+    in_forks(2, gather, tmp_path)

@@ -1,4 +1,4 @@
-"""Two and four ranks with sharded weights (FSDP2, gloo) learn as one process does: objectives, MoE, LoRA, replay."""
+"""Two and four ranks with sharded weights (FSDP2, gloo) learn as one process: objectives, turns, MoE, LoRA, replay."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ FAST = {
         "uniform",
         "drift",
         "padded",
+        "branches",
         "lora",
         "moe replay",
         "moe balance",

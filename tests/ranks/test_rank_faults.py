@@ -31,6 +31,7 @@ from tiny_runs import tiny_config
 
 from gspo.learner import checkpoint
 from gspo.ranks.environment import LEADER_SILENT
+from gspo.ranks.output import FollowerOutput
 from gspo.record.run_dir import read_events, read_jsonl
 
 Golden = Callable[[int], Path]
@@ -200,11 +201,25 @@ def test_a_full_disk_at_a_save_does_not_end_the_run(golden: Golden, tmp_path: Pa
 @pytest.mark.slow
 def test_a_full_disk_of_one_rank_does_not_end_the_run(golden: Golden, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, *SETTINGS)
-    ranks = finished(train(config, hook=lambda rank: full_disk_in_shards(2) if rank else None))
+
+    def hook(rank: int) -> None:
+        if rank:
+            full_disk_in_shards(2)
+            patch(FollowerOutput, "log_to", lambda original: full_disk_of_log)
+
+    ranks = train(config, hook=hook)
+    assert ranks.wait()[0] == 0, ranks.output()  # rank 1 cannot write what it has printed, at its exit either
     assert "the checkpoint of step 2 could not be written" in ranks.output()
     assert "rank 1: [Errno 28] No space left on device" in ranks.output()
     assert not (Path(config.run_dir) / "checkpoints/000002").exists()
     same_end(Path(config.run_dir), golden(2))
+
+
+def full_disk_of_log(output: Any, file: Path) -> None:
+    """The log of this rank is on a full disk, too."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 1)
+    os.dup2(full, 2)
 
 
 def full_disk_in_shards(step: int) -> None:

@@ -50,6 +50,19 @@ def test_the_live_panel_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("trained on", "nothing") in shown[1]
 
 
+def test_the_live_panel_shows_no_markup_when_a_message_is_printed(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # the live panel is drawn on a terminal only
+    display = LiveDisplay().start()
+    display.step(1, 3, TRAINED, TIMES)
+    display.message("saved in runs/[bold]")
+    display.close()
+    out = capsys.readouterr().out
+    assert "clipped tokens" in out
+    assert "saved in runs/[bold]" in out
+    assert "[dim]" not in out
+    assert out.count("[bold]") == out.count("runs/[bold]")
+
+
 def test_the_remaining_time_is_estimated_anew_after_a_rollback(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take 10 s each. Six of nine are done, and the run goes back to step 1."""
     now = 0.0

@@ -778,7 +778,7 @@ def graded(
         return grade, seconds, grader.grade(GOOD_SCRIPT if attack.suite is OUTPUT else attack.good)
 
 
-def notes_of(attack: Attack, level: Level, places: Mapping[str, Any], limit_s: float = 10.0) -> Notes:
+def notes_of(attack: Attack, level: Level, places: Mapping[str, Any], limit_s: float = 120.0) -> Notes:
     """What the attack noted."""
     with Box(level, "candidate", limit_s=limit_s, memory_mb=LIMITS.memory_mb) as box:
         box.ready()

@@ -3,7 +3,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const COLORS = 7;
-const DASHES = ["", "6 3", "2 3", "9 3 2 3"];
+const DASHES = ["", "6 3", "2 3", "9 3 2 3", "14 4", "9 3 2 3 2 3"];
 const MOST_VALUES = 8; // of a curve in a legend
 const MARGIN = { left: 48, right: 10, top: 8, bottom: 20 };
 
