@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,10 +76,6 @@ class _Process:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
-
     def send(self, **message: Any) -> None:
         assert self._process.stdin is not None
         try:
@@ -98,8 +96,10 @@ class _Process:
         return answer["result"]
 
     def close(self) -> None:
-        if self.running:
-            self._process.kill()
+        if self._process.returncode is None:
+            # What the taskset has started, too. Before waiting: afterwards the id may be reused.
+            with suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._reader.join(timeout=10)
         self.log.close()

@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import types
+from contextlib import suppress
 from typing import Any
 
 HARNESS = "gspo_in_process"
@@ -158,21 +160,25 @@ def serve() -> None:
     worker: Worker | None = None
     # One for all runs: libraries keep locks that belong to it.
     loop = asyncio.new_event_loop()
-    for line in sys.stdin:
-        message = json.loads(line)
-        try:
-            worker = worker or Worker()
-            if "load" in message:
-                write({"result": worker.load(**message["load"])})
-            elif "begin" in message:
-                write({"result": worker.begin(**message["begin"])})
-            else:
-                run = message["run"]
-                os.environ["GSPO_SERVE_TOKEN"] = run["token"]
-                client = worker.client(run["tokenizer"], run["renderer"], run["address"])
-                loop.run_until_complete(worker.run(run["rollouts"], client, run["model"], write))
-        except Exception as error:
-            write({"error": f"{type(error).__name__}: {error}"[:SHOWN]})
+    with suppress(BrokenPipeError):  # the trainer has ended in the middle of a run
+        for line in sys.stdin:
+            message = json.loads(line)
+            try:
+                worker = worker or Worker()
+                if "load" in message:
+                    write({"result": worker.load(**message["load"])})
+                elif "begin" in message:
+                    write({"result": worker.begin(**message["begin"])})
+                else:
+                    run = message["run"]
+                    os.environ["GSPO_SERVE_TOKEN"] = run["token"]
+                    client = worker.client(run["tokenizer"], run["renderer"], run["address"])
+                    loop.run_until_complete(worker.run(run["rollouts"], client, run["model"], write))
+            except Exception as error:
+                write({"error": f"{type(error).__name__}: {error}"[:SHOWN]})
+    # All that the taskset has started ends, too, if this process leads its group.
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def export(name: str, file: str) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +30,7 @@ from gspo.types import Completion, ConversationEnd, Prompt, branch_paths
 PYTHON = os.environ.get("GSPO_TESTS_VERIFIERS") or (sys.executable if importlib.util.find_spec("verifiers") else "")
 STAND_IN = '''#!{python}
 """Speaks as the worker does: two turns, of which the second begins again if the task says so."""
-import json, os, sys, urllib.request
+import json, os, subprocess, sys, urllib.request
 
 def call(run, ids, sampling):
     body = json.dumps({{"model": run["model"], "token_ids": ids, "sampling_params": sampling}}).encode()
@@ -58,6 +59,9 @@ for line in sys.stdin:
     message = json.loads(line)
     if "load" in message:
         id = message["load"]["taskset"]["id"]
+        if "pid_file" in message["load"]["taskset"]:
+            with open(message["load"]["taskset"]["pid_file"], "w") as file:
+                file.write(str(subprocess.Popen(["sleep", "1000"]).pid))
         errors = {{"nothing": "no taskset", "seen": str(sorted(os.environ))}}
         print(json.dumps({{"error": errors[id]}} if id in errors else {{"result": {{}}}}), flush=True)
     elif "begin" in message:
@@ -177,6 +181,28 @@ def test_a_taskset_gets_no_variables_that_are_not_declared(
     assert "MY_SERVICE" not in seen()
     assert "MY_SERVICE" in seen('environment.variables=["MY_SERVICE"]')
     assert "no environment variable 'MISSING'" in seen('environment.variables=["MISSING"]')
+
+
+def test_what_a_taskset_has_started_ends_with_it(configured: Callable[..., Config], tmp_path: Path) -> None:
+    python = configured([{}]).environment.options["python"]
+    settings = f'{{pid_file = "{tmp_path}/pid"}}'
+    with ExitStack() as stack:
+        options = f'environment.options={{taskset = "made", python = "{python}", settings = {settings}}}'
+        environment_for(configured([{}], options), stack)
+        pid = int((tmp_path / "pid").read_text())
+        os.kill(pid, 0)
+    until = time.monotonic() + 30
+    while _runs(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs. Nobody may have reaped one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_mistakes_are_errors_that_name_the_option(configured: Callable[..., Config], tmp_path: Path) -> None:
