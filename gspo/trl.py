@@ -122,7 +122,7 @@ class GRPOTrainer:
             )
         self._rewards = _rewards(reward_funcs)
         self._model = model
-        self.processing_class = processing_class
+        self.processing_class = _tokenizer(model, processing_class)
         self._train_rows = _rows(train_dataset, "train_dataset")
         self._eval_rows = None if eval_dataset is None else _evaluation_rows(eval_dataset)
         self._callbacks = list(callbacks or ())
@@ -161,7 +161,7 @@ class GRPOTrainer:
             self._train_rows,
             self._rewards,
             eval_dataset=self._eval_rows if self._evaluates else None,
-            tokenizer=self.processing_class if hasattr(self._model, "save_pretrained") else None,
+            tokenizer=self.processing_class,
             callbacks=[_State(self.state, self._updates), *map(self._adapted, self._callbacks)],
             resume=bool(resume),
             progress=not self.args.disable_tqdm,
@@ -246,6 +246,19 @@ class GRPOTrainer:
         losses = [row["loss/policy"] for row in run.rows if row.get("loss/policy") is not None]
         loss = sum(losses) / len(losses) if losses else math.nan
         return TrainOutput(self.state.global_step, loss, {"train_loss": loss})
+
+
+def _tokenizer(model: Any, given: Any) -> Any:
+    """The tokenizer of a model object, by default that of its name. A model by name has its own."""
+    if not hasattr(model, "save_pretrained"):
+        return None
+    if hasattr(model, "peft_config"):
+        raise ConfigError(f"{WHERE}.GRPOTrainer: model has adapters already; pass the base model and peft_config")
+    if given is not None:
+        return given
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model.config._name_or_path)
 
 
 def _check(done: Conversion) -> None:

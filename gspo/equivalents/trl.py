@@ -120,7 +120,12 @@ _LINES: list[Equivalent] = [
     missing("ref_model_sync_steps", 512, "the reference stays the initial model"),
     converted("multi_objective_aggregation", "objective.normalize", "sum_then_normalize"),
     same("reward_weights", "reward.weights"),
-    converted("router_aux_loss_coef", "routing.balance_loss", None, "TRL's default is that of the model's config"),
+    converted(
+        "router_aux_loss_coef",
+        "routing.balance_loss",
+        None,
+        "of MoE models; TRL's default is the coefficient in the model's config, gspo's is 0",
+    ),
     # ---- the optimizer
     same("learning_rate", "learner.learning_rate", 1e-6),
     converted(

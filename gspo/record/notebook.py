@@ -17,7 +17,7 @@ from gspo.record.metric_definitions import heading
 from gspo.record.progress import RecentValues, duration
 from gspo.safe_output import printed
 
-SHOWN = ("reward/mean", "eval/accuracy", "length/mean")
+SHOWN = ("reward/mean", "eval/accuracy", "eval/reward", "length/mean")
 """Metrics with a curve."""
 WIDTH, HEIGHT = 260, 90
 POINTS = 200
@@ -95,6 +95,9 @@ def curves_html(rows: Sequence[Mapping[str, Any]]) -> str:
     found = []
     for key in SHOWN:
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and "step" in row]
+        # Without partial credit, it is the accuracy.
+        if key == "eval/reward" and all(row.get(key) == row.get("eval/accuracy") for row in rows):
+            continue
         if len(points) > 1:
             found.append(_curve(heading(key), points))
     return f'<div style="display:flex;flex-wrap:wrap;gap:1.5em;margin-top:.5em">{"".join(found)}</div>' if found else ""

@@ -98,7 +98,7 @@ class TensorBoardSink:
         self._writer = module.SummaryWriter(str(folder))
         if not resumed:
             # Not `add_hparams`, which writes a run of its own beside the curves.
-            for part in summary.hparams(run.flat_settings, {"reward/mean": 0, "eval/accuracy": 0}):
+            for part in summary.hparams(run.flat_settings, {"reward/mean": 0, "eval/accuracy": 0, "eval/reward": 0}):
                 self._writer.file_writer.add_summary(part)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

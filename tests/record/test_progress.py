@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from gspo.record.metric_definitions import heading
+from gspo.record.notebook import curves_html
 from gspo.record.progress import LiveDisplay, PlainDisplay
 
 TRAINED = {"reward/mean": 0.5, "samples/trained": 8, "clip/fraction_tokens": 0.125, "eval/accuracy": 0.25}
@@ -61,6 +63,14 @@ def test_the_live_panel_shows_no_markup_when_a_message_is_printed(capsys: Any, m
     assert "saved in runs/[bold]" in out
     assert "[dim]" not in out
     assert out.count("[bold]") == out.count("runs/[bold]")
+
+
+def test_a_notebook_has_a_curve_of_the_held_out_reward_with_partial_credit() -> None:
+    rows = [{"step": s, "eval/accuracy": 0.0, "eval/reward": 0.1 * s} for s in (0, 1, 2)]
+    title = f"{heading('eval/reward')} <b>0.2</b>"
+    assert title in curves_html(rows)
+    same = [{**row, "eval/reward": row["eval/accuracy"]} for row in rows]
+    assert heading("eval/reward") not in curves_html(same)
 
 
 def test_the_remaining_time_is_estimated_anew_after_a_rollback(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
