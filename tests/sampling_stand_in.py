@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gspo.errors import EngineError
 from gspo.ranks.codec import convert, encode
-from gspo.rollout.engine import DecodeStats
 from gspo.rollout.sampling_process import Sampled, SamplingProcess
 from gspo.sampler import Sampler
 from gspo.step import learn
@@ -62,7 +61,7 @@ class StandIn(SamplingProcess):
         called = getattr(sampler, sent.pop("command"))
         answer: Sampled = convert(Sampled, orjson.loads(encode(called(**sent))))
         assert answer.weights == name
-        self.decoded += DecodeStats(steps=answer.steps, rows=answer.rows)
+        self.decoded += answer.decoded
         return [list(group) for group in answer.completions]
 
     def stop(self) -> None:

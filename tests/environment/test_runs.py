@@ -21,6 +21,7 @@ from simulated_vllm import SimulatedVllm
 from tiny_runs import tiny_tree
 
 from gspo import config as settings
+from gspo.cli import main
 from gspo.config import Config
 from gspo.context import RunContext
 from gspo.environment.setup import RunEnvironment
@@ -92,6 +93,7 @@ def test_a_run_resumes_bitwise_and_its_record_shows_the_turns(
     assert all(row["conversation/turns"] > 1 for row in metrics if row["step"])
     names = {m.key.replace("/NAME", "/turns") for m in METRICS if m.key.startswith("conversation/")}
     assert all(names <= set(row) for row in metrics if row["step"])
+    assert all(row["conversation/reused_fraction"] > 0 for row in metrics if row["step"])
 
     shown = Completions(tmp_path / "run")
     records = shown.of(3)
@@ -106,6 +108,18 @@ def test_a_run_resumes_bitwise_and_its_record_shows_the_turns(
             assert one is not None
             given = [i for i, own in enumerate(one.get("sampled") or []) if not own]
             assert all(one["logp_sampler"][i] is None for i in given)
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/environments.md").read_text(encoding="utf-8")
+    _, example, _ = page.split("\n## ", 2)
+    for kind, name in (("python", "shop.py"), ("json", "questions.jsonl"), ("toml", "shop.toml")):
+        # The first block of each kind.
+        (tmp_path / name).write_text(example.partition(f"```{kind}\n")[2].partition("```")[0], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    small = ["--steps=1", "--run_dir=run", "--rollout.prompts=2", "--rollout.max_tokens=32"]
+    assert main(["train", "shop.toml", *small]) == 0
+    assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["conversation/turns"] >= 1
 
 
 def test_conversations_are_sampled_ahead_of_training(

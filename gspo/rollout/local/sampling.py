@@ -40,6 +40,8 @@ class Queue:
     """The number of tokens at which each completion is cut, or is over."""
     forced_B: list[bool]
     """Whether the end of its thinking is inserted, or was, as far as its tokens so far decide that."""
+    conversation_B: list[str]
+    """The conversation that each completion is a turn of; empty if none follows."""
 
     @property
     def positions(self) -> int:
@@ -64,6 +66,7 @@ class _Request:
     start: int
     limit: int
     forced: bool
+    conversation: str = ""
 
 
 def make_queue(prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int, stream: str) -> Queue:
@@ -82,6 +85,7 @@ def make_queue(prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, s
                 start=0,
                 limit=sampling.max_tokens,
                 forced=False,
+                conversation=prompt.conversation,
             )
             for p, prompt in enumerate(prompts)
             for sample in range(samples)
@@ -121,6 +125,7 @@ def _queue(requests: Sequence[_Request]) -> Queue:
         start_B=[r.start for r in ordered],
         limit_B=[r.limit for r in ordered],
         forced_B=[r.forced for r in ordered],
+        conversation_B=[r.conversation for r in ordered],
     )
 
 
