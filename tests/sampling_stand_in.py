@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,6 +63,10 @@ class StandIn(SamplingProcess):
         assert answer.weights == name
         self.decoded += answer.decoded
         return [list(group) for group in answer.completions]
+
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        if self._sampler is not None:
+            self._sampler.end_conversations(list(conversations))
 
     def stop(self) -> None:
         self._sampler = None

@@ -145,6 +145,19 @@ def test_conversations_are_sampled_ahead_of_training(
     assert len(kept) == 3
 
 
+@pytest.mark.slow
+def test_the_sampling_process_keeps_conversations_between_their_turns(
+    game: Callable[..., Config], tmp_path: Path, display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = ("rollout.max_lag=1", "steps=3")
+    train(game(*setting, run_dir="process"), display=display)
+    rows = read_jsonl(tmp_path / "process/metrics.jsonl")
+    assert all(row["conversation/reused_fraction"] > 0 for row in rows if row["step"])
+    stand_in(monkeypatch)
+    train(game(*setting), display=display)
+    same_end(tmp_path / "run", tmp_path / "process")
+
+
 def test_a_thread_that_waits_for_a_closed_environment_ends(game: Callable[..., Config]) -> None:
     config = game()
     environment = RunEnvironment(config)
