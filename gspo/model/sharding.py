@@ -5,8 +5,8 @@ like another one. Invariant: a plain tensor is returned as it is, so a model on 
 same bits. What is whole is the same on all ranks, and every rank must ask for it, because it takes a collective. Ranks
 add up their gradients: per-token loss weights belong to the whole optimizer step, so a mean would be wrong.
 
-Collectives here are those of `torch.distributed`. DTensors use the functional ones (`full_tensor`, norms), of which about
-one in 100,000 ends its process with a segmentation fault (torch 2.13, gloo).
+Collectives here are those of `torch.distributed`. DTensors use functional ones by themselves (`full_tensor`, norms), of
+which about one in 100,000 ends its process with a segmentation fault (torch 2.13, gloo).
 """
 
 from __future__ import annotations
