@@ -205,11 +205,11 @@ class Optimizer:
         # Nothing was computed, because all advantages are 0. That is a gradient of 0: AdamW still applies its momentum,
         # and the moments decay. It would ignore weights without a gradient.
         nothing = all(weight.grad is None for weight in self._weights.values())
-        for weight in self._weights.values():
+        for name, weight in self._weights.items():
             if nothing:
-                weight.grad = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
+                weight.grad = torch.zeros_like(self._states.masters[name], requires_grad=False)
             elif weight.grad is not None:
-                weight.grad = weight.grad.float()
+                weight.grad = weight.grad.to(self._states.masters[name].dtype)
             if self._loss_scale is not None and weight.grad is not None:
                 weight.grad.div_(self._loss_scale.value)
 

@@ -75,7 +75,8 @@ class ForkedRanks:
             traceback.print_exc()
         finally:
             for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+                with suppress(OSError):  # the disk of its log may be full
+                    stream.flush()
             os._exit(code)
 
     def poll(self) -> dict[int, int]:
