@@ -316,7 +316,7 @@ def test_evaluate_a_run_with_its_own_function(tmp_path: Path) -> None:
     assert result.problems == 4
     assert {"avg@1", "avg@2", "pass@1", "pass@2", "greedy", "reward"} == set(result.numbers)
     assert result.accuracy == result["pass@1"]
-    assert len(result.completions) == 8
+    assert [sum(c.get("greedy", False) is greedy for c in result.completions) for greedy in (False, True)] == [8, 4]
     assert "pass@2" in repr(result)
     fresh = [{"prompt": f"9+{b}=", "answer": "1"} for b in range(3)]
     assert gspo.evaluate(run, fresh, rewards=[spaces]).problems == 3

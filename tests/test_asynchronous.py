@@ -22,12 +22,10 @@ from test_rollback import SETTINGS as ROLLBACK
 from test_rollback import repetition_in
 from tiny_runs import tiny_config
 
-from gspo.build import check_ranks
 from gspo.config import Config
 from gspo.errors import CheckpointError, ConfigError, EngineError
 from gspo.learner import checkpoint
 from gspo.ranks.codec import encode
-from gspo.ranks.group import ONE
 from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS, TIMINGS, Metric
 from gspo.record.run_dir import read_events, read_jsonl
@@ -276,8 +274,6 @@ def test_settings_of_the_sampling_process_need_a_lag(tiny: Callable[..., Config]
         tiny("rollout.sampler_device=cpu")
     with pytest.raises(ConfigError, match="max_lag"):
         tiny("rollout.max_lag=-1")
-    with pytest.raises(ConfigError, match="there are 2 ranks; set it to 0"):
-        check_ranks(tiny("rollout.max_lag=1"), replace(ONE, count=2))
 
 
 class KillSampler:

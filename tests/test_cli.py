@@ -92,7 +92,8 @@ def test_eval_of_a_run_and_of_its_checkpoint(demo_run: Path, tmp_path: Path) -> 
     assert set(numbers["pass@4"]) == {"value", "low", "high"}
     assert {"avg@1", "avg@4", "pass@1", "greedy"} <= set(numbers)
     assert "pass@k is estimated from all 4" in done.stdout
-    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 32
+    records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [sum(r.get("greedy", False) is greedy for r in records) for greedy in (False, True)] == [32, 8]
     model = str(next((demo_run / "checkpoints").iterdir()))
     done = gspo("eval", model, "--data", "addition", "--limit", "5", "--rollout.max_tokens=12")
     assert done.returncode == 0, done.stderr

@@ -42,16 +42,20 @@ def saved_steps(run: Path) -> list[int]:
 def accuracies(values: Sequence[float], rewards: Sequence[float] = ()) -> Iterator[None]:
     """The n-th step, from 0, has the n-th accuracy and reward."""
 
+    metrics: dict[str, Any] = {}
+
     def evaluated(loop: Any, state: Any) -> Mapping[str, Any]:
-        if state.step % loop.config.eval.every:
-            return {}
-        value = values[state.step]
-        interval = {"eval/accuracy_low": value - 0.01, "eval/accuracy_high": value + 0.01}
-        reward = {"eval/reward": rewards[state.step]} if rewards else {}
-        return {"eval/accuracy": value, "eval/accuracy_greedy": 0.5, **interval, **reward}
+        metrics.clear()
+        if state.step % loop.config.eval.every == 0:
+            value = values[state.step]
+            metrics.update({"eval/accuracy": value, "eval/accuracy_greedy": 0.5})
+            metrics.update({"eval/accuracy_low": value - 0.01, "eval/accuracy_high": value + 0.01})
+            metrics.update({"eval/reward": rewards[state.step]} if rewards else {})
+        return {}  # no completions to record
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gspo.loop.Loop, "_evaluate", evaluated)
+        patch.setattr(gspo.loop, "step_eval_metrics", lambda evaluations: dict(metrics))
         yield
 
 

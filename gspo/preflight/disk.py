@@ -36,7 +36,8 @@ def check_disk(context: PreflightContext) -> Iterator[Finding]:
     logged = rollout_bytes(context)
     steps, abandoned = context.config.steps, abandoned_steps(context.config)
     evaluated = evaluation_bytes(context)
-    need = each * count + logged * (steps + abandoned) + evaluated
+    lost = (logged + evaluated / steps) * abandoned  # evaluations of abandoned steps are kept, too
+    need = each * count + logged * steps + evaluated + lost
     masters = ", float32 masters" if _low_precision(context) else ""
     lag = context.config.rollout.max_lag
     older = f", up to {lag} of older weights for rollout.max_lag" if lag else ""
@@ -51,7 +52,7 @@ def check_disk(context: PreflightContext) -> Iterator[Finding]:
         detail.append(f"{'evaluations':<24} {human(evaluated):>8}   at most {most} problems of each (log.evaluations)")
     if abandoned:
         detail.append(
-            f"{'abandoned rollouts':<24} {human(logged * abandoned):>8}   up to about {abandoned} steps that "
+            f"{'abandoned completions':<24} {human(lost):>8}   up to about {abandoned} steps that "
             f"alarms.max_rollbacks = {context.config.alarms.max_rollbacks} rollbacks keep"
         )
     sentence = f"The run writes about {human(need)}; {human(free)} are free at {place}."
