@@ -327,7 +327,7 @@ def build_learner(
 ) -> tuple[LearnContext, Engine | None]:
     """What every rank has: the components that `learn` needs, and an engine, if it samples."""
     check_device(device_of(config.model.device), ranks)
-    check_optimizer(config.learner, device_of(config.model.device), ranks.count)
+    check_optimizer(config.learner, device_of(config.model.device))
     policy = policy_for(
         config, tokenizer, config.model if checkpoint is None else saved_model(config.model, checkpoint), ranks=ranks
     )

@@ -15,6 +15,7 @@ from typing import Any
 from gspo.config.schema import (
     TINY_MODELS,
     Config,
+    LearnerConfig,
     LogConfig,
     NotWith,
     OnlyWith,
@@ -276,6 +277,15 @@ def check_number_of_ranks(config: Config, count: int) -> None:
             f"learner.context_parallel: {count} rank{'s' * (count > 1)} cannot form groups of {context}; start "
             f"a multiple of {context} ranks (gspo train --nproc N), or set it to 1"
         )
+    if count == 1:
+        return
+    learner, default = config.learner, LearnerConfig()
+    for key in ("optimizer", "optimizer_offload"):
+        if getattr(learner, key) != getattr(default, key):
+            raise ConfigError(
+                f"learner.{key}: works in a single process only. Of {count} ranks, each has 1/{count} of the optimizer "
+                "state; leave it out. A run that was started with it resumes in a single process"
+            )
 
 
 # Not SLURM_NTASKS: `sbatch` sets that for the whole job, also if the script starts a single process.

@@ -28,7 +28,7 @@ from gspo.learner.adamw_8bit import AdamW8bit, check_8_bits
 from gspo.learner.host_states import HostStates
 from gspo.learner.loss_scale import LossScale
 from gspo.learner.weight_states import AdamW, AdamW32bit, DeviceStates
-from gspo.model.sharding import full, is_sharded
+from gspo.model.sharding import is_sharded, total_norm
 
 WINDOW = 128
 """How many earlier gradient norms a spike is compared with. Detection starts once an eighth of them is known."""
@@ -104,7 +104,7 @@ class Optimizer:
         if self._loss_scale is None:
             return False
         gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
-        finite = math.isfinite(float(full(torch.nn.utils.get_total_norm(gradients))))
+        finite = math.isfinite(float(total_norm(gradients)))
         # The scale does not affect the loss: if that is not finite, `step` skips the update, as in any precision.
         if finite or not loss_finite or not self._loss_scale.halve():
             return False
@@ -145,7 +145,7 @@ class Optimizer:
     def _clip(self) -> float:
         """Scale the gradients down to the largest norm that is allowed, and return their norm before."""
         gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
-        norm = full(torch.nn.utils.get_total_norm(gradients))
+        norm = total_norm(gradients)
         torch.nn.utils.clip_grads_with_norm_(self._weights.values(), self.config.max_grad_norm, norm)
         return float(norm)
 
@@ -226,17 +226,8 @@ def rule_of(config: LearnerConfig, device: torch.device) -> AdamW:
     return AdamW8bit(config, device) if config.optimizer == "adamw_8bit" else AdamW32bit(config)
 
 
-def check_optimizer(config: LearnerConfig, device: torch.device, ranks: int) -> None:
-    """Refuse an optimizer that does not work with weights on a device, or on several ranks."""
-    for key, chosen in {
-        "optimizer": config.optimizer == "adamw_8bit",
-        "optimizer_offload": config.optimizer_offload,
-    }.items():
-        if chosen and ranks > 1:
-            raise ConfigError(
-                f"learner.{key}: works in a single process only. Of {ranks} ranks, each has 1/{ranks} of the optimizer "
-                "state already; leave it out"
-            )
+def check_optimizer(config: LearnerConfig, device: torch.device) -> None:
+    """Refuse an optimizer that does not work with weights on a device."""
     if config.optimizer_offload and device.type == "cpu":
         raise ConfigError(
             "learner.optimizer_offload: the model is on a CPU, so the optimizer state is in host memory already; leave "

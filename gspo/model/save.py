@@ -71,10 +71,11 @@ def whole_weights(policy: Policy, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model, or of its adapters, as whole tensors, layer by layer. All ranks must exhaust it. A device
     holds one whole tensor at a time."""
     named = trained_weights(policy)
-    for name in (name for unit in _units(policy.model) for name in unit):
-        if name in named:
-            whole = full(named[name].detach())
-            yield name, whole.cpu() if ranks.several else whole
+    with ranks.peers_answer():
+        for name in (name for unit in _units(policy.model) for name in unit):
+            if name in named:
+                whole = full(named[name].detach())
+                yield name, whole.cpu() if ranks.several else whole
 
 
 def trained_weights(policy: Policy) -> dict[str, Tensor]:

@@ -4,22 +4,27 @@ In: a model, or tensors of a model or of an optimizer. Out: the model sharded, w
 like another one. Invariant: a plain tensor is returned as it is, so a model on one rank costs nothing and computes the
 same bits. What is whole is the same on all ranks, and every rank must ask for it, because it takes a collective. Ranks
 add up their gradients: per-token loss weights belong to the whole optimizer step, so a mean would be wrong.
+
+Collectives here are those of `torch.distributed`. DTensors use functional ones by themselves (`full_tensor`, norms), of
+which about one in 100,000 ends its process with a segmentation fault (torch 2.13, gloo).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gspo.model.partial import decoder_layers, parts_of
+from gspo.ranks.group import all_gather
 
 
 def shard(model: Any, ranks: int) -> None:
@@ -92,8 +97,37 @@ def full(tensor: Tensor) -> Tensor:
     """The whole tensor. Gradients that ranks compute for it add up in the sharded one."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # The default would assume that every rank computes the same gradient and drop those of the other ranks.
-    return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+    whole: Tensor = _Whole.apply(tensor.to_local(), tensor.device_mesh, len(tensor))
+    return whole
+
+
+class _Whole(torch.autograd.Function):
+    """The rows of all ranks. As `fully_shard` divides them, each rank has equally many, but for the last ones."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, mesh: Any, rows: int) -> Tensor:
+        each = -(-rows // mesh.size())
+        ctx.mesh, ctx.begin, ctx.own = mesh, each * mesh.get_local_rank(), len(own)
+        padded = torch.cat([own, own.new_empty(each - len(own), *own.shape[1:])]) if len(own) < each else own
+        return all_gather(padded, mesh.size(), mesh.get_group())[:rows]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # Ranks compute different gradients, of their own micro-batches.
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.mesh.get_group())
+        return total[ctx.begin : ctx.begin + ctx.own], None, None
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of all tensors together, which are sharded or not; the same on all ranks."""
+    norm = torch.nn.utils.get_total_norm([local(tensor) for tensor in tensors])
+    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    if mesh is None:
+        return norm
+    square = norm.double().square()  # in float32, the square of a large norm would be infinite
+    dist.all_reduce(square, group=mesh.get_group())
+    return square.sqrt().to(norm.dtype)
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:

@@ -208,7 +208,7 @@ def not_available(model: Any, cluster: Cluster) -> list[tuple[str, str]]:
     if cluster.gpus > 1:
         found += [
             ("tensor and pipeline parallelism", "not implemented"),
-            ("CPU offload of several ranks", "learner.optimizer_offload works in a single process only"),
+            ("offload and 8-bit AdamW on several ranks", "work in a single process only (docs/scale.md)"),
             (
                 'ranks.sampling_weights = "layers"',
                 "not planned: never tried on GPUs, where it decodes without CUDA graphs. For weights that exceed a GPU",

@@ -32,7 +32,7 @@ def check_files(context: PreflightContext) -> Iterator[Finding]:
     config = context.config.model
     context.device = device = device_of(config.device)
     context.skeleton = skeleton = skeleton_of(config, context.tokenizer)
-    check_optimizer(context.config.learner, device, ranks=1)
+    check_optimizer(context.config.learner, device)
     # Before the model is loaded: the estimate counts its weights.
     context.free = free_memory(device)
     count = sum(p.numel() for p in skeleton.parameters())

@@ -168,14 +168,8 @@ class Ranks:
         """The tensors of all ranks, which are equally long, one after the other."""
         if not self.several:
             return own
-        import torch.distributed as dist
-
-        everything = own.new_empty(self.count * len(own))
-        # Torch has renamed it, and warns about the name that older versions have.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self.peers_answer():
-            gather(everything, own)
-        return everything
+            return all_gather(own, self.count)
 
     def _from(self, source: int) -> bytes:
         import torch.distributed as dist
@@ -228,6 +222,18 @@ def _is_collective(error: RuntimeError) -> bool:
 
 
 _SIGNS = ("gloo", "Connection closed", "Connection reset", "Timed out waiting", "Broken pipe", "NCCL")
+
+
+def all_gather(own: Tensor, count: int, group: Any = None) -> Tensor:
+    """The tensors of the `count` ranks of a process group, which have the same shape, one after the other."""
+    import torch.distributed as dist
+
+    everything = own.new_empty(count * len(own), *own.shape[1:])
+    # Torch has renamed it, and warns about the name that older versions have.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(everything, own.contiguous(), group=group)
+    return everything
+
 
 ONE = Ranks()
 """The only rank of a run in a single process."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -235,19 +234,16 @@ def test_a_resume_may_change_where_states_are_held_but_not_their_precision(
 
 
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_optimizer(EIGHT, CPU, 1)
-    check_optimizer(OFFLOADED, torch.device("cuda"), 1)
+    check_optimizer(EIGHT, CPU)
+    check_optimizer(OFFLOADED, torch.device("cuda"))
     with pytest.raises(ConfigError, match="on a CPU"):
-        check_optimizer(OFFLOADED, CPU, 1)
-    for settings, device in itertools.product((EIGHT, OFFLOADED), (CPU, torch.device("cuda"))):
-        with pytest.raises(ConfigError, match="single process"):
-            check_optimizer(settings, device, 2)
+        check_optimizer(OFFLOADED, CPU)
     monkeypatch.setattr(adamw_8bit, "_has_kernel", lambda device: False)
     with pytest.raises(ConfigError, match="has no 8-bit AdamW for cpu"):
-        check_optimizer(EIGHT, CPU, 1)
+        check_optimizer(EIGHT, CPU)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install bitsandbytes"):
-        check_optimizer(EIGHT, CPU, 1)
+        check_optimizer(EIGHT, CPU)
 
 
 def test_the_benchmark_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

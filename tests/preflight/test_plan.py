@@ -323,7 +323,7 @@ def test_a_plan_as_text(capsys: Any) -> None:
     assert "8.191B parameters, on 8 x h200" in out
     for text in ("Fastest layout: ", "bottleneck: ", "KV cache", "learner.micro_batch_tokens = ", "--nproc 8"):
         assert text in out
-    for text in ("CPU offload of several ranks: ", "GSPO_UNTESTED_NCCL=1", "fitted on one H200"):
+    for text in ("offload and 8-bit AdamW on several ranks: ", "GSPO_UNTESTED_NCCL=1", "fitted on one H200"):
         assert text in out
 
 

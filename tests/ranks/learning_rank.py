@@ -92,6 +92,7 @@ CASES = {
     "sampler": Case("gspo", {"learner.old_logp": "sampler", "learner.allow_mismatch": "true"}),
     "checkpointing": Case("gspo", {"model.gradient_checkpointing": "true"}),
     "minimum": Case("gspo", {"rollout.min_tokens": "3"}),
+    "unscaled": Case("grpo", {"objective.advantage_scale": "none"}),
     "corrections": Case("grpo", {"objective.mismatch": "token_tis", "objective.off_policy_mask": "0.1"}),
     "turns": Case("gspo_turn", turns=True),
     "steps": Case("gspo_token", turns=True),

@@ -172,6 +172,8 @@ def test_a_signal_to_the_launcher_saves_and_the_run_resumes(
     "settings",
     [
         (["--learner.context_parallel=3"], "learner.context_parallel: 2 ranks cannot form groups of 3"),
+        (["--learner.optimizer=adamw_8bit"], "learner.optimizer: works in a single process only"),
+        (["--learner.optimizer_offload=true"], "learner.optimizer_offload: works in a single process only"),
         (["--learner.learning_rate=-1"], "learner.learning_rate: must be at least 0"),
         (["--resume", "RUN"], "train --resume: a run continues with its own model"),
     ],

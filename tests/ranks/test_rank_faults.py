@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from forked_ranks import (
 )
 from tiny_runs import tiny_config
 
+import gspo.follower
+import gspo.model.save
 from gspo.learner import checkpoint
 from gspo.ranks.environment import LEADER_SILENT
 from gspo.ranks.output import FollowerOutput
@@ -47,6 +49,8 @@ def in_phase(phase: str, rank: int, action: Callable[[], None]) -> None:
         during_sampling("train/2/", action)
     elif phase == "learning":
         before_update(3, action)
+    elif phase == "gathering":
+        within_gathering(3, gspo.follower if rank else gspo.model.save, action)
     elif rank == 0:
         before_write(2, action)
     else:
@@ -65,6 +69,23 @@ def before_update(updates: int, action: Callable[[], None]) -> None:
         return step
 
     patch(Optimizer, "step", make)
+
+
+def within_gathering(times: int, where: Any, action: Callable[[], None]) -> None:
+    """Between two of the weights that the ranks gather for a checkpoint. That of step 2 is the third one."""
+    calls = []
+
+    def make(original: Any) -> Any:
+        def weights(*rest: Any) -> Iterator[Any]:
+            calls.append(1)
+            for number, item in enumerate(original(*rest)):
+                if len(calls) == times and number == 2:
+                    action()
+                yield item
+
+        return weights
+
+    patch(where, "whole_weights", make)
 
 
 def before_write(step: int, action: Callable[[], None]) -> None:
@@ -103,7 +124,7 @@ CASES = [
     (rank, number, phase)
     for rank in (0, 1)
     for number in (signal.SIGKILL, signal.SIGSTOP)
-    for phase in ("sampling", "learning", "saving")
+    for phase in ("sampling", "learning", "gathering", "saving")
 ]
 FAST = [(1, signal.SIGKILL, "learning"), (1, signal.SIGSTOP, "sampling")]
 

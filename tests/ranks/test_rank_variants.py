@@ -1,4 +1,4 @@
-"""Whole runs on two ranks agree with the run of one process and resume bitwise: precisions, adapters, MoE, KL, ..."""
+"""Whole runs on two ranks agree with the run of one process and resume bitwise: precisions, LoRA, conversations, ..."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ from gspo.record.rollbacks import read as read_rollbacks
 from gspo.reduction import Same
 
 LORA = ("model.build=", "model.path=BASE", "model.lora.rank=3", "learner.learning_rate=1e-2")
+GAME = """
+from gspo.environment import Environment
+
+class Game(Environment):
+    "Random models never solve anything, so the reward is for what varies."
+    def reset(self, row):
+        self.steps = 0
+
+    def step(self, message):
+        self.steps += 1
+        size = len(message["content"]) + 0.01 * self.rng.random()
+        return f"{self.rng.randint(0, 9)}", float(size), self.steps == 1 + len(message["content"]) % 2
+"""
 ROUGH = ("reward/mean", "entropy/mean", "grad/norm", "ratio/ess", "length/mean", "eval/accuracy")
 
 
@@ -46,6 +59,17 @@ CASES = {
     "replay of the sampler's experts": Case(("model.build=tiny_moe", "routing.replay=sampler")),
     "cold start": Case(("cold_start.steps=4", "cold_start.check_every=2", "objective.name=grpo")),
     "adaptive clip range": Case(("objective.name=grpo", "objective.clip_high=auto:0.1")),
+    "conversations with an environment": Case(
+        (
+            "environment.name=FOLDER/game.py:Game",
+            "environment.turn_tokens=8",
+            "environment.max_turns=3",
+            "environment.patience_s=600",
+            "reward.functions=",
+            "objective.name=gspo_turn",
+            "rollout.max_tokens=40",
+        )
+    ),
     "rollback": Case(
         (
             "steps=6",
@@ -90,7 +114,8 @@ def config_of(case: Case, folder: Path, run_dir: str) -> Config:
         tokenizer = char_tokenizer("sort 0123456789")
         build_model(ModelConfig(build="tiny_dense"), tokenizer, 3).save_pretrained(base)
         tokenizer.save_pretrained(base)
-    settings = [text.replace("BASE", str(base)) for text in case.settings]
+    (folder / "game.py").write_text(GAME)
+    settings = [text.replace("BASE", str(base)).replace("FOLDER", str(folder)) for text in case.settings]
     return tiny_config(folder, "steps=3", "ranks.timeout_s=60", *settings, run_dir=run_dir)
 
 
