@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gspo.config import LoraConfig
 from gspo.model.adapter import adapters_disabled, attach, layers
 from gspo.rollout.local import decoder, paged
-from gspo.rollout.local.prefixes import PrefixReuse, PrefixStore
+from gspo.rollout.local.prefixes import PrefixStore
 from gspo.rollout.local.projections import DOWN, GATE_UP, OUTPUT, QKV, Projections, bytes_of_copies
+from gspo.rollout.local.sampling import PrefixReuse
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {

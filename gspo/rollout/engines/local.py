@@ -44,10 +44,11 @@ from gspo.rollout.engine import (
 from gspo.rollout.local.decoder import obstacle_to_keeping as obstacle_to_paged_keeping
 from gspo.rollout.local.decoder import obstacle_to_paging
 from gspo.rollout.local.paged import PagedBatch
-from gspo.rollout.local.prefixes import PrefixReuse, PrefixStore, with_prefix
+from gspo.rollout.local.prefixes import PrefixStore
 from gspo.rollout.local.sampling import (
     DecodeResult,
     DeviceControls,
+    PrefixReuse,
     Queue,
     extension_queue,
     last_tokens,
@@ -164,7 +165,8 @@ class LocalEngine:
         check_fits(self.position_limit, prompts, sampling)
         controls = controls_for(self.context, sampling)
         queue = make_queue(prompts, samples=samples, sampling=sampling, seed=seed, stream=stream)
-        self.prefixes.begin(version)
+        if any(queue.conversation_B):
+            self.prefixes.begin(version)
         groups: list[list[Completion]] = [[None] * samples for _ in prompts]  # type: ignore[list-item]
         for (p, sample), fields in self._sample(queue, controls, routes=routes):
             groups[p][sample] = Completion(prompt_id=prompts[p].id, sample=sample, version=version, **fields)
@@ -309,7 +311,7 @@ class _RouteLog:
         empty = torch.zeros(0, self.routers.layers, self.routers.top_k, dtype=self.routers.compact)
         for i, u in enumerate(prompts):
             new = empty if routes_UTLK is None else routes_UTLK[i, : reuse.computed(u)].cpu()
-            self.prompt_U.append(with_prefix(reuse.prefix(u), new))
+            self.prompt_U.append(reuse.routes(u, new))
 
     def add_step(self, routes_RLK: Tensor, request_R: Tensor, sampled_R: Tensor, width: int) -> None:
         if self.completion_BTLK is None:

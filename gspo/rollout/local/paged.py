@@ -35,9 +35,16 @@ from gspo.rollout.engine import Controls, DecodeStats
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, bytes_per_block, linear_groups
-from gspo.rollout.local.prefixes import PrefixReuse, with_prefix
 from gspo.rollout.local.projections import bytes_of_copies
-from gspo.rollout.local.sampling import DecodeResult, DeviceControls, Queue, last_tokens, nan_error, tail_of
+from gspo.rollout.local.sampling import (
+    DecodeResult,
+    DeviceControls,
+    PrefixReuse,
+    Queue,
+    last_tokens,
+    nan_error,
+    tail_of,
+)
 from gspo.rollout.local.slots import FIELDS, FORCED, LIVE, SAMPLED, make_slots
 from gspo.types import Routes
 
@@ -337,7 +344,7 @@ class PagedBatch:
         empty = torch.zeros(0, self.routers.layers, self.routers.top_k, dtype=self.routers.compact)
         for i, u in enumerate(chosen):
             new = empty if routes_UTLK is None else routes_UTLK[i, : self.reuse.computed(u)].cpu()
-            self.prompt_routes[u] = with_prefix(self.reuse.prefix(u), new)
+            self.prompt_routes[u] = self.reuse.routes(u, new)
 
     def _write_slots(self, admission: _Admission) -> None:
         """Write the admitted rows to the device."""

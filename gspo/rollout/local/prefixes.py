@@ -15,13 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-import torch
 from torch import Tensor
 
-from gspo.rollout.local.sampling import Queue
-
-MOST_READ = 8
-"""Tokens that prompts attend to when they are prefilled together, for each token that may be computed."""
 Pairs = Mapping[int, tuple[Tensor, Tensor]]
 """Keys and values of one sequence by layer, [heads, tokens, size]."""
 
@@ -119,75 +114,3 @@ class PrefixStore:
         kept = self._kept.pop(conversation, None)
         self.bytes -= kept.bytes if kept is not None else 0
         return kept
-
-
-class PrefixReuse:
-    """What the turns of one call reuse of earlier ones, and keep for later ones."""
-
-    def __init__(self, queue: Queue, store: PrefixStore | None = None, *, routed: bool = False) -> None:
-        """Without a store, nothing is reused or kept."""
-        self.store = store
-        self._queue = queue
-        self._prefix_U: list[KeptPrefix | None] = [None] * len(queue.prompt_U)
-        for u, conversation in zip(queue.prompt_of_B, queue.conversation_B, strict=True):
-            if store is None or not conversation:
-                continue
-            # The last prompt token is the first input of decoding, which computes its keys and values.
-            found = store.take(conversation, queue.prompt_U[u][:-1], routed=routed)
-            before = self._prefix_U[u]
-            # Conversations that are the same so far share a prompt.
-            if found is not None and (before is None or len(found.token_ids) > len(before.token_ids)):
-                self._prefix_U[u] = found
-
-    def prefix(self, u: int) -> KeptPrefix | None:
-        """The prefix of a prompt that need not be computed."""
-        return self._prefix_U[u]
-
-    def reused(self, u: int) -> int:
-        """Its number of tokens."""
-        prefix = self._prefix_U[u]
-        return 0 if prefix is None else len(prefix.token_ids)
-
-    def computed(self, u: int) -> int:
-        """The number of tokens of a prompt that prefill computes."""
-        return len(self._queue.prompt_U[u]) - 1 - self.reused(u)
-
-    def fitting(self, candidates: Iterable[int], tokens: int) -> list[int]:
-        """The first of these prompts that can be prefilled together, padded to at most `tokens` tokens; at least
-        one."""
-        chosen: list[int] = []
-        widest = longest = 1
-        for u in candidates:
-            widest = max(widest, self.computed(u) + 1)
-            longest = max(longest, len(self._queue.prompt_U[u]))
-            # The keys and values that they attend to are gathered, which takes memory, too.
-            if chosen and max(widest, longest / MOST_READ) * (len(chosen) + 1) > tokens:
-                break
-            chosen.append(u)
-        return chosen
-
-    def drop(self, u: int) -> None:
-        """Free the prefix of a prompt whose completions have all been admitted."""
-        self._prefix_U[u] = None
-
-    def keeps(self, request: int) -> bool:
-        """Whether a later call may continue from the completion of a request."""
-        return self.store is not None and bool(self._queue.conversation_B[request])
-
-    def put(self, request: int, pairs: Pairs) -> None:
-        """Keep the keys and values of a request that has finished."""
-        assert self.store is not None
-        self.store.put(self._queue.conversation_B[request], pairs)
-
-    def describe(self, request: int, token_ids: Sequence[int], routes: Tensor | None) -> None:
-        """Name what was kept of a request: it has sampled `token_ids`, and `routes` are the experts of the tokens that
-        the model has read. It has not read the last one."""
-        assert self.store is not None
-        queue = self._queue
-        ids = (*queue.prompt_U[queue.prompt_of_B[request]], *token_ids)[:-1]
-        self.store.describe(queue.conversation_B[request], ids, routes)
-
-
-def with_prefix(prefix: KeptPrefix | None, routes: Tensor) -> Tensor:
-    """The experts of a prompt, [tokens, L, K]: those of its prefix are from the turn that computed them."""
-    return routes if prefix is None or prefix.routes is None else torch.cat([prefix.routes, routes])
