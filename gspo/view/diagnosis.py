@@ -812,7 +812,7 @@ def _time(facts: RunFacts) -> Finding | None:
         share = sum(float(r.get(f"time/{key}_s") or 0) for r in rows) / total
         if share >= limit:
             what = f"{_percent(share)} of the step time is {phase} ({seconds(total / len(rows))} per step)."
-            return Finding(name=f"time: {phase}", level="note", what=what, remedy=remedy)
+            return Finding(name=f"time in {phase}", level="note", what=what, remedy=remedy)
     return None
 
 

@@ -438,6 +438,20 @@ def test_a_curve_has_one_legend_entry_with_a_value_of_each_run(
     values = keys.first.locator(".value").all_inner_texts()
     assert values == ["0.31", "0.31"]
     assert "step 1" in legend.inner_text()
+    # On a narrow screen, the values of a curve are in one line, behind its name or below it.
+    page.set_viewport_size({"width": 300, "height": 800})
+    tops = "keys => keys.map(key => [...key.querySelectorAll('.value')].map(v => v.getBoundingClientRect().top))"
+    found = page.locator(".chart .legend .key").evaluate_all(tops)
+    assert any(len(line) == 2 for line in found)
+    assert all(len(set(line)) <= 1 for line in found)
+
+
+def test_step_times_use_the_width_of_their_card(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "first")
+    open_dashboard(page, serve(tmp_path / "runs"))
+    card = page.locator(".card.times")
+    card.locator("svg").first.wait_for()
+    assert card.locator("svg").first.bounding_box()["width"] > 0.9 * card.bounding_box()["width"]
 
 
 def test_sections_close_and_stay_closed(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
