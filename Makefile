@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM ?= false
 test test-slow test-faults test-browser test-vllm test-lowest bench-rollout bench-dashboard: export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-slow test-faults test-browser test-vllm test-lowest test-wheel lint docs docs-serve docs-generate \
-  build release-check bench-rollout bench-dashboard bench-cpu bench-gpu clean
+  notebooks build release-check bench-rollout bench-dashboard bench-cpu bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/gspo demo $(ARGS)
@@ -65,6 +65,10 @@ docs-serve: $(DOCS)
 # Regenerates the pages that are generated from the code.
 docs-generate: $(DEV)
 	$(BIN)/python docs/generate.py
+
+# Executes the notebooks in examples/ and writes their outputs into them.
+notebooks: $(DEV)
+	$(BIN)/python docs/execute_notebooks.py
 
 # The sdist and the wheel, in dist/.
 build: $(DEV)

@@ -42,7 +42,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 def _on_site(target: str, at: str, files: Files, repository: str) -> str | None:
     """The link from the page `at` to a path of the repository, or `None` if the path does not exist."""
-    uri = target.removeprefix("docs/")
+    # A notebook is a page (docs/site_notebooks.py).
+    uri = re.sub(r"\.ipynb$", ".md", target.removeprefix("docs/"))
     if files.get_file_from_path(uri) is not None:
         return posixpath.relpath(uri, posixpath.dirname(at) or ".")
     path = ROOT / target

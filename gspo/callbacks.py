@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo.config import Config
-from gspo.model.load import Policy
 from gspo.signals import StopRequest
+
+if TYPE_CHECKING:
+    from gspo.model.load import Policy
 
 
 class Training:

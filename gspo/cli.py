@@ -41,6 +41,7 @@ from gspo.config import check_single_process
 from gspo.equivalents.explain import explain
 from gspo.errors import GspoError
 from gspo.safe_output import safe_output
+from gspo.site import linked
 
 COMMANDS = [
     module.COMMAND
@@ -117,6 +118,16 @@ def _renamed(arguments: Sequence[str]) -> list[str]:
     return [new, option, *arguments[1:]]
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help texts with the addresses of the pages that they name."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return linked(super()._fill_text(text, width, indent))
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        return linked(super()._expand_help(action))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands."""
     parser = argparse.ArgumentParser(prog="gspo", description="Critic-free RL post-training for language models.")
@@ -130,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
             epilog=command.epilog or None,
             # An abbreviated option is more likely a misspelled setting.
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         command.add_arguments(sub)
         sub.set_defaults(command=command)
@@ -145,7 +156,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    print(f"warning: {linked(str(message))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gspo.site import linked
+
 
 class GspoError(Exception):
     """Base of every error that the user can fix; anything else is a bug."""
+
+    def __str__(self) -> str:
+        return linked(super().__str__())
 
 
 class ConfigError(GspoError, ValueError):

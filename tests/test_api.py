@@ -326,7 +326,13 @@ def test_doctor_and_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     findings = gspo.doctor(MODEL, ROWS, spaces, quick=True, **{k: v for k, v in SETTINGS.items() if k != "progress"})
     assert not findings.fails
     assert "reward functions" in {finding.check for finding in findings}
-    assert "Nothing would fail" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith("gspo.doctor\n")
+    assert "\n  ok       dataset.jsonl: " in printed, "the path of a temporary file"
+    assert "Nothing would fail" in printed
+    assert f"{sum(finding.level.value == 'ok' for finding in findings)} ok" in repr(findings)
+    assert "dataset.jsonl: " in str(findings)
+    assert "/dataset.jsonl" not in str(findings)
     run = trained(tmp_path / "run")
     result = run.replay(2, objectives=["gspo", "grpo"], out=tmp_path / "replay")
     assert result.numbers.exact
@@ -357,6 +363,10 @@ def test_the_package_lists_its_api_and_imports_fast() -> None:
     code = "import gspo, sys; dir(gspo); print('torch' in sys.modules, 'transformers' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.split() == ["False", "False"]
+    # transformers reads what hides its progress bars when it is imported, so the functions import it later.
+    code = "import gspo, sys; gspo.train, gspo.doctor; print('transformers' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["False"]
 
 
 def test_a_notebook_shows_one_output_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

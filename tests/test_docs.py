@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +14,10 @@ import pytest
 from gspo import config as settings
 from gspo.build import run_objective
 from gspo.cli import main
+from gspo.errors import GspoError
 from gspo.record.progress import PlainDisplay
 from gspo.record.run_dir import read_jsonl
+from gspo.site import PAGE, SITE, linked
 from gspo.trainer import train
 
 ROOT = Path(__file__).parent.parent
@@ -166,6 +169,29 @@ def test_files_named_in_recipe_comments_exist(recipe: Path) -> None:
     comments = "\n".join(re.findall(r"^#.*", recipe.read_text(encoding="utf-8"), re.MULTILINE))
     for name in re.findall(r"\b(?:docs|recipes|benchmarks)/[\w./-]+\.\w+", comments):
         assert (ROOT / name).exists(), f"{recipe.name}: {name}"
+
+
+def test_messages_name_pages_that_exist() -> None:
+    pages = {page.stem: anchors(page) for page in DOCS.glob("*.md")}
+    for file in (ROOT / "gspo").rglob("*.py"):
+        for name, anchor in PAGE.findall(file.read_text(encoding="utf-8")):
+            assert name in pages, f"{file}: docs/{name}.md"
+            assert not anchor or anchor[1:] in pages[name], f"{file}: docs/{name}.md{anchor}"
+
+
+def test_the_user_sees_addresses_of_pages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert linked("see docs/lora.md, docs/engines.md#lora-adapters") == f"see {SITE}lora/, {SITE}engines/#lora-adapters"
+    assert SITE in (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    assert f"{SITE}compare/" in help_text(capsys, "compare")
+    assert f"{SITE}evaluation/" in help_text(capsys, "doctor")
+    assert str(GspoError("not here (docs/scale.md)")) == f"not here ({SITE}scale/)"
+    for command in ([], *([name] for name in commands(capsys))):
+        assert not PAGE.search(help_text(capsys, *command)), command
+    recipe = tmp_path / "mine.toml"
+    (tmp_path / "data.jsonl").write_text(json.dumps({"question": "1+1", "answer": "2"}) + "\n")
+    assert main(["init", str(recipe), "--model", "m", "--data", str(tmp_path / "data.jsonl"), "--yes"]) == 0
+    assert SITE in recipe.read_text()
+    assert not PAGE.search(recipe.read_text())
 
 
 def anchors(page: Path) -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,11 @@ class Findings(tuple["Finding", ...]):
         return any(finding.level.value == "FAIL" for finding in self)
 
     def __repr__(self) -> str:
+        # The report is already printed, and a notebook shows the last value of a cell.
+        counts = Counter(finding.level.value for finding in self)
+        return f"<Findings: {', '.join(f'{count} {level}' for level, count in counts.items())}>"
+
+    def __str__(self) -> str:
         return "\n".join(f"{finding.level.value:<8} {finding.check}: {finding.what}" for finding in self)
 
 
@@ -59,6 +65,7 @@ def doctor(
 
     `quick` checks files and settings only, without loading weights. `prompts` is how many groups of completions are
     sampled. `show` prints the findings as they come."""
+    quiet_libraries()
     from gspo.preflight.examine import examine
     from gspo.preflight.report import shown
 
@@ -73,7 +80,6 @@ def doctor(
         recipe=recipe,
         settings=settings,
     )
-    quiet_libraries()
     with TemporaryDirectory(prefix="gspo-") as name:
         folder = Path(name)
         prepared = prepare(arguments, lambda config: folder, where=where)
@@ -82,9 +88,11 @@ def doctor(
         file.write_text(to_toml(prepared.config), encoding="utf-8")
         with in_process.given(prepared.rewards.own):
             if show:
-                title = "" if recipe is None else os.fspath(recipe)
-                return Findings(shown(str(file), (), quick=quick, prompts=prompts, title=title))
-            return Findings(examine(str(file), (), quick=quick, prompts=prompts, show=lambda finding: None))
+                title = "gspo.doctor" if recipe is None else f"gspo.doctor {os.fspath(recipe)}"
+                found = shown(str(file), (), quick=quick, prompts=prompts, title=title, folder=name)
+            else:
+                found = examine(str(file), (), quick=quick, prompts=prompts, show=lambda finding: None)
+        return Findings(finding.without_folder(name) for finding in found)
 
 
 @dataclass(frozen=True, kw_only=True)

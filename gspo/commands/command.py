@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,6 +40,8 @@ def quiet_libraries() -> None:
     # torch.distributed would print C++ stack traces when another rank has ended.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    # tqdm in a notebook without ipywidgets. The progress of a run is an output of its own.
+    warnings.filterwarnings("ignore", message="IProgress not found")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

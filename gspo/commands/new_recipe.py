@@ -18,6 +18,7 @@ from gspo import config as settings
 from gspo.data.sources import check_file, read_file
 from gspo.data.task import build_task
 from gspo.errors import ConfigError, DataError
+from gspo.site import linked
 
 PROMPT_FIELDS = ("question", "problem", "prompt", "text", "input", "query", "instruction")
 """Likely names of the field with the problem, most likely first."""
@@ -137,9 +138,9 @@ def _table(key: str) -> str:
 
 def _comment(text: str) -> Sequence[str]:
     """The first two sentences of a help text as comment lines."""
-    plain = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", " ".join(text.split())).replace("`", "")
+    plain = linked(re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", " ".join(text.split())).replace("`", ""))
     sentences = re.split(r"(?<=[.:]) (?=[A-Z0-9])", plain)[:2]
-    return [f"# {line}" for line in textwrap.wrap(" ".join(sentences), WIDTH)]
+    return [f"# {line}" for line in textwrap.wrap(" ".join(sentences), WIDTH, break_on_hyphens=False)]
 
 
 def _settings(answers: Answers, fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:

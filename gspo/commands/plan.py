@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gspo.commands.arguments import positive
 from gspo.commands.command import Command, quiet_libraries
 from gspo.errors import ConfigError
+from gspo.site import linked
 
 if TYPE_CHECKING:
     from gspo.config import Config
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     from gspo.preflight.plan_report import as_text, printable
 
     plan = _plan(options, overrides, Cluster(gpu=gpu, gpus=options.gpus, nodes=options.nodes))
-    print(printable(plan) if options.json else as_text(plan, show_all=options.all))
+    print(printable(plan) if options.json else linked(as_text(plan, show_all=options.all)))
     return 0 if plan.layouts[0].fits else 1
 
 

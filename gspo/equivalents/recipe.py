@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gspo.equivalents.equivalent import Conversion
+from gspo.site import linked
 
 
 def recipe(done: Conversion, default: Callable[[str], Any], value_text: Callable[[Any], str]) -> str:
@@ -43,7 +44,7 @@ def report(done: Conversion) -> Iterator[str]:
     ):
         if found:
             yield f"{title}:"
-            yield from (f"- {_one_line(text)}" for text in found)
+            yield from (f"- {linked(_one_line(text))}" for text in found)
 
 
 def _one_line(text: str) -> str:

@@ -8,7 +8,7 @@ meaningful.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -40,6 +40,14 @@ class Finding:
     """The same evidence for programs."""
     check: str = ""
     """Name of the check; set by `run_check`."""
+
+    def without_folder(self, folder: str) -> Finding:
+        """The finding with the names of the files in this folder instead of their paths."""
+
+        def short(text: str) -> str:
+            return text.replace(f"{folder}/", "")
+
+        return replace(self, what=short(self.what), do=short(self.do), detail=tuple(map(short, self.detail)))
 
 
 def ok(what: str, *, detail: Sequence[str] = (), **numbers: Any) -> Finding:

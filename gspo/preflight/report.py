@@ -19,6 +19,7 @@ from gspo.preflight.findings import Finding, Level
 from gspo.preflight.machine import pluralize
 from gspo.record.progress import life_signs
 from gspo.safe_output import printed
+from gspo.site import linked
 from gspo.suites.suite import SuiteSource
 
 COLORS = {Level.OK: "32", Level.NOTE: "36", Level.WARNING: "33", Level.FAIL: "31;1"}
@@ -37,7 +38,9 @@ def doctor(
     """Run the pre-flight checks of a recipe and print the report; 1 if a check fails."""
     sources = [SuiteSource.parse(text) for text in suites]
     if not as_json:
-        return exit_code(shown(recipe, overrides, quick=quick, prompts=prompts, suites=sources, title=recipe))
+        return exit_code(
+            shown(recipe, overrides, quick=quick, prompts=prompts, suites=sources, title=f"gspo doctor {recipe}")
+        )
     with life_signs():
         findings = examine(recipe, overrides, quick=quick, prompts=prompts, suites=sources, show=_nothing)
     print(json.dumps(as_data(recipe, findings), indent=2, allow_nan=False))
@@ -52,12 +55,19 @@ def shown(
     prompts: int | None,
     suites: Sequence[SuiteSource] = (),
     title: str,
+    folder: str = "",
 ) -> Sequence[Finding]:
-    """Run the pre-flight checks of a recipe and print them under this title; the findings."""
+    """Run the pre-flight checks of a recipe and print them under this title; the findings.
+
+    `folder` is a temporary directory with files of the recipe, which are shown by their names."""
     with life_signs() as out:
         page = _Page(out)
-        page.title(f"gspo doctor {title}")
-        findings = examine(recipe, overrides, quick=quick, prompts=prompts, suites=suites, show=page.show)
+        page.title(title)
+
+        def show(finding: Finding) -> None:
+            page.show(finding.without_folder(folder) if folder else finding)
+
+        findings = examine(recipe, overrides, quick=quick, prompts=prompts, suites=suites, show=show)
         page.verdict(findings)
     return findings
 
@@ -127,7 +137,7 @@ class _Page:
     def _wrapped(self, text: str, indent: int) -> list[str]:
         """Lines of a paragraph; runs of spaces (columns of a table) are preserved."""
         width = max(40, self.width - indent)
-        return textwrap.wrap(printed(text), width, replace_whitespace=False, break_on_hyphens=False)
+        return textwrap.wrap(printed(linked(text)), width, replace_whitespace=False, break_on_hyphens=False)
 
     def _painted(self, text: str, level: Level) -> str:
         return f"\033[{COLORS[level]}m{text}\033[0m" if self.colored else text

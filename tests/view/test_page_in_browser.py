@@ -515,14 +515,16 @@ def test_an_event_label_is_never_broken(page: Any, serve: Callable[..., Any], tm
         page.set_viewport_size({"width": width, "height": 900})
         if width == 420:
             open_dashboard(page, served)
-        label = page.locator(".events td", has_text="no trainable samples").first
-        label.wait_for()
-        lines = """(cell) => {
+        # Looked up and measured in one call: an update of the page replaces the cell.
+        lines = """() => {
+            const cells = [...document.querySelectorAll(".events td")];
+            const label = cells.find((cell) => cell.textContent.includes("no trainable samples"));
+            if (!label) return 0;
             const range = document.createRange();
-            range.selectNodeContents(cell);
+            range.selectNodeContents(label);
             return new Set([...range.getClientRects()].map((box) => box.top)).size;
         }"""
-        assert label.evaluate(lines) == 1
+        assert page.wait_for_function(lines).json_value() == 1
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -587,7 +589,7 @@ def test_the_report_is_one_file_that_runs_only_its_own_script(page: Any, tmp_pat
     page.locator("details.example .tok").first.hover()
     assert "log-prob, old policy" in page.locator(".inspector").first.inner_text()
     assert page.evaluate("window.hacked") is None
-    assert page.locator("b").count() == 0
+    assert page.locator("b", has_text="odd").count() == 0
 
 
 def test_a_rollback_is_marked_and_the_marks_of_abandoned_steps_are_gone(page: Any, tmp_path: Path) -> None:
@@ -675,7 +677,7 @@ def test_a_late_response_does_not_replace_a_newer_one(browser: Any, serve: Calla
 
     hold(r"/steps/5\?$")
     page.goto(f"http://{served.host}/#/made/5")
-    page.locator("main .controls select").last.select_option("clipped")
+    page.locator("main select", has=page.locator("option[value=clipped]")).select_option("clipped")
     page.get_by_text("2 of 6 completions").wait_for()
     answer()
     assert page.get_by_text("2 of 6 completions").is_visible(), "the whole step was requested first and arrived last"
@@ -713,7 +715,7 @@ def test_filters_persist_and_navigation_follows_them(page: Any, serve: Callable[
     records = [completion("train/1", i, f"word {i}", clipped_fraction=float(i in (1, 4))) for i in range(6)]
     served = serve(make_run(tmp_path / "made", completions=records))
     open_dashboard(page, served, "made/5")
-    page.locator("main .controls select").last.select_option("clipped")
+    page.locator("main select", has=page.locator("option[value=clipped]")).select_option("clipped")
     page.get_by_text("2 of 6 completions").wait_for()
     page.locator("a.match").first.click()
     page.get_by_role("heading", name="Completion 2 of 6").wait_for()
