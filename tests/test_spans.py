@@ -253,7 +253,7 @@ def test_a_batch_has_as_many_turns_as_its_longest_completion_needs(
     assert schedule.turns == turns
     ticket = Ticket(step=9, weights=9 - 1 - max_lag, version=0)
     assert (ticket.weights, schedule.last(ticket)) == of_step_9
-    # At the start of a run, turns that would need older weights are left out.
+    # At the start of a run, turns that would need older weights are skipped.
     assert schedule.last(Ticket(step=1, weights=0, version=0)) == 0
 
 

@@ -76,7 +76,7 @@ class DataParallelEngine:
             "version": version,
             "routes": routes,
         }
-        with ExitStack() as stack:
+        with self._ranks.peers_answer(), ExitStack() as stack:
             try:
                 with shielded():  # a stop request in between would leave the followers waiting
                     self._ranks.call("generate", prompts=[prompt.without_columns() for prompt in prompts], **options)
@@ -136,7 +136,8 @@ def _sampling(model: Any, ranks: Ranks) -> Iterator[None]:
         yield
         return
     # The forwards of the ranks belong together, so the leader checks between two of them whether it must stop.
-    with shielded(), Lockstep(model, ranks):
+    # A forward that fails because a peer is gone is the error of that peer, so it must not reach `Lockstep` as it is.
+    with shielded(), Lockstep(model, ranks), ranks.peers_answer():
         yield
 
 
