@@ -3,7 +3,7 @@
 In: a CUDA device. Out, printed as it goes: relative errors against float32 attention over separate sequences; whether
 five runs are bitwise identical; milliseconds of candidate tilings per kernel (median
 after warm-ups) with registers, spills and shared memory; and a table of the best ones for three model shapes.
-Invariant: a tiling that does not compile or run is reported and left out. After `--seconds`, only the table follows.
+Invariant: a tiling that does not compile or run is reported and skipped. After `--seconds`, only the table follows.
 
     python benchmarks/attention_gpu.py [--seconds 90]
 """

@@ -1,4 +1,4 @@
-"""The products of a decoding step on one GPU: fused projections, LoRA, experts and routers, beside what they replace.
+"""The products of a decoding step on one GPU: fused projections, LoRA, experts and routers, next to what they replace.
 
 In: a CUDA device. Out: microseconds per call for the shapes of Qwen3-8B and Qwen3-30B-A3B with 256 rows, after each
 result was compared with float32. Invariant: weights are read from memory, not from the L2 cache: calls rotate among

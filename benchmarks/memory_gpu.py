@@ -1,7 +1,7 @@
 """What fits on one GPU: all weights of an 8B model with each optimizer, exact resume, and long completions.
 
-In: a device. Out, printed as it goes: peak memory beside what `gspo plan` predicts, seconds of forward and backward and
-of the update, whether a restored optimizer continues bitwise identically, and memory and time against length.
+In: a device. Out, printed as it goes: peak memory next to what `gspo plan` predicts, seconds of forward and backward
+and of the update, whether a restored optimizer continues bitwise identically, and memory and time against length.
 Invariant: weights are random, and each section builds its own model, so that it can run alone in a process.
 
     python benchmarks/memory_gpu.py SECTION [SECTION ...] [--device cuda] [--tiny] [--updates 3]

@@ -3,7 +3,7 @@
 In: the components of a run. Out: a policy that solves some problems. Invariant: the cold start is a function of the
 config and the data alone. So a run that was stopped during it repeats it with the same result. It trains on no held-out
 problem, and accuracy is checked on problems that it does not train on. A demonstration of the data that the reward does
-not score as correct, that is too long, or that the tokenizer changes is left out and counted, never trained on.
+not score as correct, that is too long, or that the tokenizer changes is excluded and counted, never trained on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAULTS = {
     "too_long": "are longer than rollout.max_tokens",
     "garbled": "are changed by the tokenizer, or contain an end token",
 }
-"""Why a demonstration is left out -> how a message states it."""
+"""Why a demonstration is excluded -> how a message states it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class ColdStartResult:
     accuracy: float
     """Sampled accuracy at the last check."""
     demonstrations: Mapping[str, int] = field(default_factory=dict)
-    """Counts of the data's demonstrations: `demonstrations` that can be used, and of those left out by reason. Empty
+    """Counts of the data's demonstrations: `demonstrations` that can be used, and of those excluded by reason. Empty
     for a generated task, whose demonstrations are correct by construction."""
 
 
@@ -262,7 +262,7 @@ def _report(
     for name, what in [(name, what) for name, what in FAULTS.items() if name in counts]:
         first = next(p.id for (p, _), fault in zip(tried, faults, strict=True) if fault == name)
         display.message(
-            f"warning: {counts[name]} of {len(tried)} demonstrations {what} and are left out; the first: {first}"
+            f"warning: {counts[name]} of {len(tried)} demonstrations {what} and are excluded; the first: {first}"
         )
 
 

@@ -524,7 +524,7 @@ def _data(done: Conversion) -> None:
     if done.value("data.filter_overlong_prompts") or str(done.value("data.truncation")) not in ("error", "None"):
         done.put("data.on_bad_row", "skip", "data.filter_overlong_prompts", "data.truncation")
     if str(done.value("data.truncation")) in ("left", "right", "middle"):
-        done.differences.append("data.truncation: a prompt that is too long is left out, not truncated")
+        done.differences.append("data.truncation: a prompt that is too long is dropped, not truncated")
     done.put("data.answer_field", "reward_model", "data.reward_fn_key")
     done.differences.append(
         "data: verl's files have the expected answer in reward_model.ground_truth, so a reward function receives "

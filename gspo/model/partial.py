@@ -1,9 +1,9 @@
 """A model of which each rank holds a part, from the moment it is read until it is sharded (`sharding.py`).
 
 In: a function that loads a model with transformers. Out: the model, whose large weights have their shape but no
-memory; each rank keeps its part of their values beside them. Invariant: gathered weights are bitwise those of the file.
-While it loads and is tried out, a rank holds its parts, at most one whole decoder layer, and what is outside of the
-layers. A forward gathers each layer in turn, so all ranks must run the same forwards.
+memory; each rank keeps its part of their values. Invariant: gathered weights are bitwise those of the file. While it
+loads and is tried out, a rank holds its parts, at most one whole decoder layer, and what is outside of the layers. A
+forward gathers each layer in turn, so all ranks must run the same forwards.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from gspo.redact import known_secrets, redacted, redacted_values
 from gspo.types import Prompt
 
 LONGEST = 2000
-"""Characters of a value. The rest of a longer one is left out."""
+"""Characters of a value. The rest of a longer one is omitted."""
 MOST = 30
 """Columns of a row, besides the expected answer."""
 _NAME = 100

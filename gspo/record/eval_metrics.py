@@ -79,7 +79,7 @@ def step_timings(
     step: int, clock: Clock, usage: Mapping[str, Mapping[str, float]], lag: Mapping[str, float]
 ) -> dict[str, Any]:
     """Where the time of a step went, what its rewards asked of models and endpoints, and, with `rollout.max_lag`, how
-    sampling ran beside it."""
+    sampling ran next to it."""
     timings: dict[str, Any] = {"step": step}
     timings |= {f"time/{name}_s": round(seconds, 6) for name, seconds in clock.seconds.items()}
     timings |= {name: round(value, 6) for name, value in lag.items()}

@@ -85,7 +85,7 @@ def _span_metrics(completions: Sequence[Completion], updates: int) -> dict[str, 
 
 
 def _drop_metrics(collected: CollectResult) -> dict[str, Reduced]:
-    """How many completions were given up, and how hard their problems are by what is left of their groups."""
+    """How many completions were dropped, and how hard their problems are by the rest of their groups."""
     dropped, groups = collected.dropped, collected.rollouts.sampled
     prompts = {c.prompt_id for c in dropped}
     left = [score.correct for g in groups if g.prompt.id in prompts for score in g.scores if score.correct is not None]

@@ -97,7 +97,7 @@ class TensorBoardSink:
         resumed = folder.is_dir()
         self._writer = module.SummaryWriter(str(folder))
         if not resumed:
-            # Not `add_hparams`, which writes a run of its own beside the curves.
+            # Not `add_hparams`, which writes a run of its own next to the curves.
             for part in summary.hparams(run.flat_settings, {"reward/mean": 0, "eval/accuracy": 0, "eval/reward": 0}):
                 self._writer.file_writer.add_summary(part)
 

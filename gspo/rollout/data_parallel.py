@@ -77,7 +77,7 @@ class DataParallelEngine:
         }
         # The turns of a conversation may be sampled by different ranks, so nothing is kept for the next one.
         prompts = [replace(prompt, conversation="") for prompt in prompts]
-        with ExitStack() as stack:
+        with self._ranks.peers_answer(), ExitStack() as stack:
             try:
                 with shielded():  # a stop request in between would leave the followers waiting
                     self._ranks.call("generate", prompts=[prompt.without_columns() for prompt in prompts], **options)
@@ -140,7 +140,8 @@ def _sampling(model: Any, ranks: Ranks) -> Iterator[None]:
         yield
         return
     # The forwards of the ranks belong together, so the leader checks between two of them whether it must stop.
-    with shielded(), Lockstep(model, ranks):
+    # A forward that fails because a peer is gone is the error of that peer, so it must not reach `Lockstep` as it is.
+    with shielded(), Lockstep(model, ranks), ranks.peers_answer():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens, and the most likely tokens beside them.
+"""Log-probs of given tokens, and the most likely tokens next to them.
 
 In: a model and sequences of tokens. Out: for each token after the first, its log-prob given the tokens before it.
 Invariant: these are the model's own log-probs, at temperature 1 and without top-p or top-k, from plain forward passes.

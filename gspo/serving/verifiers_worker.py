@@ -194,6 +194,6 @@ def export(name: str, file: str) -> None:
 
 
 if __name__ == "__main__":
-    # Modules beside this file are not those that libraries mean by these names.
+    # Modules next to this file are not those that libraries mean by these names.
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != os.path.dirname(os.path.realpath(__file__))]
     export(*sys.argv[2:4]) if sys.argv[1:2] == ["--export"] else serve()

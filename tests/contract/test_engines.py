@@ -403,7 +403,7 @@ def test_a_completion_sampled_in_parts_is_the_completion_sampled_at_once(
     whole = sample(engine, prompts, sampling=sampling)
     assert {c.stop for group in last for c in group} <= {StopReason.EOS, StopReason.STOP, StopReason.LENGTH}
     assert all(c.spans == () and c.version == 7 for group in last for c in group)
-    if isinstance(engine, VllmEngine):  # its random numbers start anew with every request
+    if isinstance(engine, VllmEngine):  # its random numbers restart with every request
         for c in (c for group in last for c in group):
             assert c.sampled_count == len(c.logp_sampler)
             assert len(c.token_ids) == sampling.max_tokens or c.stop is not StopReason.LENGTH

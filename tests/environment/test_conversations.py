@@ -203,7 +203,7 @@ def test_a_daemon_of_a_conversation_ends_with_it(own: str, tmp_path: Path) -> No
         assert done.conversation is not None
         assert done.conversation.failure is None
         pid = int(file.read_text())
-        # The process of the environments goes on, and nothing is asked of it meanwhile.
+        # The process of the environments continues, and nothing is asked of it meanwhile.
         until = time.monotonic() + 30
         while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
             time.sleep(0.01)

@@ -25,7 +25,9 @@ EXAMPLE: dict[str, Any] = {
 }
 TRAITS = RewardTraits(known_answers=in_form("ANSWER"))
 
-_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?")
+_INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+# With digits before the exponent: `e322` is a word, which Decimal refuses.
+_NUMBER = re.compile(rf"[+-]?(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{{1,3}})?")
 
 
 def score(
@@ -55,6 +57,6 @@ def score(
 
 def _number(text: str) -> Decimal | None:
     text = plain(text) if len(text) < 100 else text
-    if not any(c in "0123456789" for c in text[-1:]) or not _NUMBER.fullmatch(text):
+    if not _NUMBER.fullmatch(text):
         return None
     return Decimal(text.replace(",", ""))

@@ -258,7 +258,7 @@ class VllmEngine:
         assert self.context is not None
         waiting = [g for g in growing if len(g.ids) < g.limit]
         while waiting:
-            # Read anew each time: another thread may send weights meanwhile.
+            # Read every time: another thread may send weights meanwhile.
             salt = next(reversed(self._labels), "")
             requests = [g.request(self.context.stop_ids, salt) for g in waiting]
             for g, output in zip(waiting, self.host.generate(requests, routes=routes), strict=True):
@@ -389,7 +389,7 @@ class _Growing:
             limit = min(limit, s.thinking_budget)
         return Request(
             prompt_ids=self.prompt.token_ids + tuple(self.ids),
-            # vLLM starts the random numbers of every request anew.
+            # vLLM restarts its random numbers with every request.
             seed=stream_key(self.key, "continued", self.prompt.id, done) if done else self.key,
             sampling=replace(s, max_tokens=limit - done, min_tokens=min(max(0, s.min_tokens - done), limit - done)),
             stop_ids=stop_ids,

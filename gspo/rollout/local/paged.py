@@ -181,7 +181,7 @@ class PagedBatch:
 
     def _block_budget(self, model: Any, slots: int) -> tuple[int, bool]:
         """Blocks for all slots at full length and for prefilled prompts, or as many as fit into memory; and whether
-        copies of weights fit beside them all."""
+        copies of weights fit next to them all."""
         wanted = 2 + slots * self.width + 2 * (blocks_for(self.prefill_tokens) + self.width)
         if model.device.type != "cuda":
             return wanted, True

@@ -72,7 +72,7 @@ def _vllm_supports_lora(architecture: str) -> bool:
 @torch.no_grad()
 def kernel_weights(model: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """A, and B times the scale, of every layer: what vLLM's kernels read. Layers whose A is 0 have no effect and are
-    left out."""
+    omitted."""
     for path, layer in adapter.layers(model).items():
         a, b = (weights[f"{path}.{part}.{adapter.NAME}.weight"] for part in ("lora_A", "lora_B"))
         if a.any():

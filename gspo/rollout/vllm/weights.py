@@ -36,7 +36,7 @@ class Part(enum.Enum):
 
 def named_weights(model: Any, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers, each tensor once: an LM head that is tied to the embedding is not repeated.
-    LoRA adapters are merged into their base weights, or left out if `merge` is false. If the model is sharded, each
+    LoRA adapters are merged into their base weights, or omitted if `merge` is false. If the model is sharded, each
     tensor is gathered when it is its turn, so all ranks must exhaust the iterator."""
     for name, tensor, layer in _tensors(model):
         own = full(tensor.detach())

@@ -241,7 +241,7 @@ class WorkerExtension:
 
 def _adapters(runner: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, A and B of every layer with room for adapters. vLLM fuses some of the learner's layers (q, k and v) into
-    one; layers that it splits differently from the learner are left out."""
+    one; layers that it splits differently from the learner are omitted."""
     manager = runner.lora_manager._adapter_manager
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
