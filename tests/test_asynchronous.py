@@ -301,7 +301,7 @@ def test_fields_of_rows_may_be_any_json(golden: Path, tmp_path: Path, monkeypatc
     process = SamplingProcess(config="", checkpoint="", log=tmp_path / "log", timeout_s=60.0, weights=dict, room=0)
     sent: list[bytes] = []
     monkeypatch.setattr(process, "_send", lambda message: sent.append(encode(message)))
-    monkeypatch.setattr(process, "_answer", lambda: {"weights": "0", "completions": [], "steps": 0, "rows": 0})
+    monkeypatch.setattr(process, "_answer", lambda: {"weights": "0", "completions": [], "decoded": {}})
     monkeypatch.setattr(process, "_file", lambda name: tmp_path / name)
     options = {"seed": 0, "stream": "", "version": 0}
     process.after_step(0).generate([groups[0].prompt], samples=1, sampling=Sampling(max_tokens=1), **options)

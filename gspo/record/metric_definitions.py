@@ -643,6 +643,14 @@ METRICS = (
         reduction=Reduction.COMPLETION_MEAN,
     ),
     Metric(
+        "conversation/reused_fraction",
+        "Share of the tokens before the turns of conversations that were not prefilled again, because the engine had "
+        "kept them in its KV cache (`rollout.engine_options.keep_gb`).",
+        present="engine `local`, `environment.name`",
+        unit="share",
+        reduction=Reduction.MEAN,
+    ),
+    Metric(
         "conversation/end/NAME",
         "Share of conversations that ended this way: `done` (the environment said so), at a limit (`turns`, "
         "`turn_tokens`, `tokens`, `time`), or `failed` (unscored).",

@@ -242,10 +242,13 @@ def _decoding(collected: CollectResult) -> dict[str, Reduced]:
     if decoded is None or not decoded.steps:
         return {}
     tokens = collected.tokens if collected.decoded_tokens is None else collected.decoded_tokens
+    conversations = any(c.conversation is not None for g in collected.rollouts.sampled for c in g.completions)
+    read = decoded.prefilled + decoded.reused
     return {
         "sampler/decode_steps": Sum(decoded.steps),
         "sampler/running_mean": Mean(tokens, decoded.steps),
         "sampler/idle_fraction": Gather([(tokens, decoded.rows)], _rest),
+        **({"conversation/reused_fraction": Mean(decoded.reused, read)} if conversations and read else {}),
     }
 
 
