@@ -304,6 +304,8 @@ def test_a_run_as_an_object(tmp_path: Path) -> None:
         run.completions(9)
     assert "<svg" in run._repr_html_()
     assert run.plot("reward/mean", "time/step_s")._repr_png_().startswith(b"\x89PNG")
+    four = run.plot("reward/mean", "reward/std", "length/mean", "length/max").figure
+    assert [axis.axison for axis in four.axes] == [True] * 4 + [False] * 2
     with pytest.raises(ConfigError, match="did you mean reward/mean"):
         run.plot("reward/men")
     with pytest.raises(ConfigError, match="not a run directory"):

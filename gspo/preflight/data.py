@@ -155,8 +155,8 @@ def _repeated(context: PreflightContext, problems: Problems, source: str) -> Ite
     if times > 1:
         copies = count - len(set(texts))
         yield note(
-            f"{where}{pluralize(copies, 'training row')} {'repeats' if copies == 1 else 'repeat'} the prompt of another "
-            f"row; the most common one occurs {times} times.",
+            f"{where}{pluralize(copies, 'training row')} {'repeats' if copies == 1 else 'repeat'} the prompt of "
+            f"another row; the most common one occurs {times} times.",
             detail=[excerpt(text)],
             repeated=copies,
         )
