@@ -12,6 +12,7 @@ import pytest
 import torch
 from paged_cases import EOS, VOCABULARY, Letters, model_of
 
+from gspo.errors import ConfigError
 from gspo.model.kernels.packed_attention import NAME
 from gspo.model.routing import find_routers
 from gspo.rollout.engine import DecodeStats, EngineContext
@@ -285,6 +286,13 @@ def test_a_model_that_cannot_continue_keeps_nothing(model: Any, monkeypatch: pyt
     assert sum(cost.reused for cost in ours.costs) == 0
     assert len(ours.engine.prefixes) == 0
     assert_same_turns(ours, talked(engine_of(model, is_paged=False, keep_gb=0)))
+
+
+@pytest.mark.parametrize("value", [-1, True, "4", float("inf"), float("nan")])
+def test_a_limit_that_is_no_size_is_refused(model: Any, value: Any) -> None:
+    context = EngineContext(model=model, tokenizer=Letters(), stop_ids=(EOS,))
+    with pytest.raises(ConfigError, match="keep_gb: must be a number, at least 0"):
+        local.build(context, keep_gb=value)
 
 
 def kept_of(tokens: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
