@@ -1,13 +1,13 @@
 """Objectives on rollouts of older weights: held-out accuracy after training at ages of 0 to 64 optimizer updates.
 
-    python benchmarks/staleness.py --out /tmp/staleness --seeds 0-2
-    python benchmarks/staleness.py --out /tmp/staleness --seeds 0-2 --report     # tables and figure of what is there
+    python benchmarks/staleness.py --out /tmp/staleness --updates 120
+    python benchmarks/staleness.py --out /tmp/staleness --updates 120 --report   # tables and figure of what is there
 
 In: a recipe. Out: two comparisons (`gspo compare`), tables and `OUT/age.png`. The first comparison trains every
 objective at lag 0 with every learning rate, the same ones for all. The second one trains each at its own best rate on
 other seeds, with ratios to the policy that sampled (`learner.old_logp = "sampler"`) and `rollout.max_lag` = age /
-updates per step. Invariant: every objective has the same number of trials, seeds and sampled tokens, and a comparison
-that was stopped continues.
+updates per step. Runs are evaluated before and after training only. Invariant: every objective has the same number of
+trials, seeds and sampled tokens, and a comparison that was stopped continues.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 OBJECTIVES = ("grpo+kl=0", "gspo", "sapo", "vespo", "dppo_tv")
 AGES = {"0": (4, 0), "1": (1, 1), "4": (4, 1), "16": (4, 4), "64": (4, 16)}
 """Age in updates -> (updates per step, rollout.max_lag). A step of one update samples a quarter of the prompts, so that
-all runs train on the same number of tokens with the same number of updates of the same size."""
-UPDATE_PROMPTS = 4
+all runs train on the same number of tokens with the same number of updates of the same size. Age is that of the first
+update of a step. The others are older by one update each, so the mean age of a token is 1.5, 1, 5.5, 17.5 and 65.5."""
+UPDATE_PROMPTS = 8
 LAST_UPDATES = 40
 """Updates at the end of a run over which its metrics are averaged."""
 
@@ -44,13 +45,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default=str(ROOT / "recipes" / "demo.toml"))
     parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES))
-    parser.add_argument("--rates", type=float, nargs="+", default=[4e-4, 1.2e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 6e-4])
+    parser.add_argument("--updates", type=int, default=120, help="optimizer steps of a run, up to completion lengths")
     parser.add_argument("--ages", nargs="+", choices=list(AGES), default=list(AGES))
     parser.add_argument("--seeds", default="0-2")
     parser.add_argument("--tuning-seeds", default="10", help="seeds on which the learning rates are chosen")
     parser.add_argument("--jobs", type=int, help="concurrent runs")
     parser.add_argument("--report", action="store_true", help="train nothing")
-    parser.add_argument("overrides", nargs="*", help="more settings, such as --steps=20 (after --)")
+    parser.add_argument("overrides", nargs="*", help="more settings, such as --eval.samples=4 (after --)")
     options = parser.parse_args()
     rated = {(name, rate): arm(name, rate) for name in options.objectives for rate in options.rates}
     compare(options, "rates", list(rated.values()), options.tuning_seeds)
@@ -98,8 +100,12 @@ def compare(options: argparse.Namespace, name: str, arms: Sequence[str], seeds: 
     """Train the arms, or continue to."""
     if options.report:
         return
+    # The token budget of a comparison is that of its recipe's steps. Here these are steps of one update, because a run
+    # ends after twice as many steps at the latest: with larger steps, runs of one update per step would end too early.
+    common = [f"--steps={options.updates}", f"--rollout.prompts={UPDATE_PROMPTS}", "--learner.mini_batches=1"]
+    common += [f"--eval.every={2 * options.updates}", "--learner.schedule=constant"]
     # The experts of a forward that is skipped cannot be recorded for all arms alike.
-    common = ["--routing.record=false", "--learner.schedule=constant", *options.overrides]
+    common += ["--routing.record=false", *options.overrides]
     common += [] if options.jobs is None else [f"--jobs={options.jobs}"]
     command = [sys.executable, "-m", "gspo", "compare", options.recipe, f"--objectives={','.join(arms)}"]
     subprocess.run([*command, f"--seeds={seeds}", f"--out={options.out / name}", *common], check=True)

@@ -89,6 +89,11 @@ class Sampler:
         engine: Any = self.engine  # an `ExtendingEngine`, or the trainer would not ask
         return self._sample(engine.extend, convert(list[Extension], extensions), options)
 
+    def end_conversations(self, conversations: list[str]) -> dict[str, Any]:
+        """Free what the engine keeps of conversations."""
+        self.engine.end_conversations(conversations)
+        return {"ended": len(conversations)}
+
     def _sample(self, call: Callable[..., Any], requests: Any, options: dict[str, Any]) -> Any:
         from gspo.ranks.codec import convert
         from gspo.rollout.engine import DecodeStats
@@ -101,8 +106,7 @@ class Sampler:
         return Sampled(
             weights=self._weights,
             completions=tuple(map(tuple, completions)),
-            steps=spent.steps,
-            rows=spent.rows,
+            decoded=spent,
         )
 
 

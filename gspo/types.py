@@ -135,6 +135,9 @@ class Prompt:
     """The row's other fields (`answer`, ...), passed to rewards by name. JSON values only."""
     demonstration: str = ""
     """A correct completion, for the cold start; empty if the row has none."""
+    conversation: str = ""
+    """Set for a turn of a conversation whose next turn continues from this prompt and its completion: the engine may
+    keep their KV cache under this name, until `Engine.end_conversations`."""
 
     def without_columns(self) -> Prompt:
         """The prompt as other processes get it: with the text of its messages alone. The rest of a message and the

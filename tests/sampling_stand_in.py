@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gspo.errors import EngineError
 from gspo.ranks.codec import convert, encode
-from gspo.rollout.engine import DecodeStats
 from gspo.rollout.sampling_process import Sampled, SamplingProcess
 from gspo.sampler import Sampler
 from gspo.step import learn
@@ -62,8 +61,12 @@ class StandIn(SamplingProcess):
         called = getattr(sampler, sent.pop("command"))
         answer: Sampled = convert(Sampled, orjson.loads(encode(called(**sent))))
         assert answer.weights == name
-        self.decoded += DecodeStats(steps=answer.steps, rows=answer.rows)
+        self.decoded += answer.decoded
         return [list(group) for group in answer.completions]
+
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        if self._sampler is not None:
+            self._sampler.end_conversations(list(conversations))
 
     def stop(self) -> None:
         self._sampler = None

@@ -131,7 +131,7 @@ def test_delays_do_not_change_a_run(
     same_end(golden, run_of(config))
 
 
-def test_a_rollback_gives_up_the_batches_in_flight(
+def test_a_rollback_abandons_the_batches_in_flight(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stand_in(monkeypatch)
@@ -218,8 +218,10 @@ def test_a_recorded_step_is_replayed_with_the_same_updates(
     stand_in(monkeypatch)
     config = tiny(*SETTING, "learner.old_logp=interpolate", "learner.learning_rate=1e-2")
     train(config, display)
-    result = compute(Request(run=str(run_of(config)), step=5, objectives="gspo", trust_run=True))
-    assert result.exact
+    result = compute(Request(run=str(run_of(config)), start=0, objectives="gspo", trust_run=True))
+    assert [(a.step, a.exact, a.ledger, a.weights) for a in result.agreements] == [
+        (step, True, True, True) for step in range(1, STEPS + 1)
+    ]
 
 
 def test_the_engine_scripted_continues_completions(

@@ -102,7 +102,7 @@ def evaluate(
                 recipe=None if recipe is None else os.fspath(recipe),
                 set_name=set,
                 ks=ks,
-                samples=samples or max(ks),
+                samples=max(ks) if samples is None else samples,
                 limit=limit,
                 greedy=greedy,
                 json_path=str(numbers),

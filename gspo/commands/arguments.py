@@ -79,6 +79,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def non_negative(text: str) -> int:
+    """Argument type: a non-negative integer."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative integer")
+    return int(text)
+
+
 def settings_help() -> str:
     """Every setting with its type, default and help, for an epilog."""
     lines = []

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         recipe=options.recipe,
         set_name=options.set,
         ks=ks,
-        samples=options.samples or max(ks),
+        samples=max(ks) if options.samples is None else options.samples,
         limit=options.limit,
         greedy=options.greedy,
         json_path=options.json,

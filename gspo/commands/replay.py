@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gspo.commands.arguments import add_trust_run, positive
+from gspo.commands.arguments import add_trust_run, non_negative, positive
 from gspo.commands.command import Command, no_overrides, quiet_libraries
 
 
@@ -12,6 +12,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="the directory of the run")
     add("--step", type=positive, help="step to replay (default: the last step that can be replayed)")
+    add(
+        "--from",
+        dest="start",
+        type=non_negative,
+        metavar="STEP",
+        help="checkpoint to start from; all steps after it are recomputed and compared with the run (default: the "
+        "newest one before the step)",
+    )
     add(
         "--objectives",
         default="all",
@@ -45,6 +53,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     request = Request(
         run=options.run_dir,
         step=options.step,
+        start=options.start,
         objectives=options.objectives,
         sweeps=options.sweep,
         mini_batch=options.mini_batch,

@@ -77,6 +77,9 @@ class ConversationEngine:
     def sync(self, version: int) -> None:
         self._engine.sync(version)
 
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        self._engine.end_conversations(conversations)
+
     def close(self) -> None:
         self._engine.close()
 
@@ -108,13 +111,22 @@ class ConversationEngine:
             options = {"seed": seed, "stream": stream, "version": version, "routes": routes}
             return self._sample_turns(ready, samples, sampling, options)
 
+        # What the engine may keep of a conversation between its turns, by its name.
+        kept = {_name(t, seed, stream): t for t in transcripts}
         with activity("conversations", total=len(transcripts)) as doing:
 
             def sample_counted(ready: Sequence[Transcript]) -> list[Completion]:
                 doing.done = sum(t.end is not None for t in transcripts)
+                if ended := [name for name, t in kept.items() if t.end is not None]:
+                    self._engine.end_conversations(ended)
+                    for name in ended:
+                        del kept[name]
                 return sample_turns(ready)
 
-            self._converse(transcripts, f"{seed}/{stream}", sample_counted)
+            try:
+                self._converse(transcripts, f"{seed}/{stream}", sample_counted)
+            finally:
+                self._engine.end_conversations(list(kept))
         texts = self._texts([t.token_ids for t in transcripts])
         done = [t.completion(text) for t, text in zip(transcripts, texts, strict=True)]
         return [done[i : i + samples] for i in range(0, len(done), samples)] if samples else [[] for _ in prompts]
@@ -259,7 +271,8 @@ class ConversationEngine:
         done: dict[int, Completion] = {}
         for (limit, greedy), members in calls.items():
             limited = replace(sampling.greedy if greedy else sampling, max_tokens=limit, greedy_last=False)
-            turns = [_turn_prompt(ready[i]) for i in members]
+            names = [_name(ready[i], options["seed"], options["stream"]) for i in members]
+            turns = [_turn_prompt(ready[i], name) for i, name in zip(members, names, strict=True)]
             completions = self._engine.generate(turns, samples=1, sampling=limited, **options)
             for i, (completion,) in zip(members, completions, strict=True):
                 # Sampled with the longest limit of the round. What exceeds its own was sampled in vain.
@@ -299,12 +312,18 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     return {**prompt.columns, "prompt": prompt.content}
 
 
-def _turn_prompt(transcript: Transcript) -> Prompt:
+def _name(transcript: Transcript, seed: int, stream: str) -> str:
+    """The name of a conversation for the engine."""
+    return f"{seed}/{stream}/{transcript.prompt.id}/{transcript.sample}"
+
+
+def _turn_prompt(transcript: Transcript, conversation: str) -> Prompt:
     """The context of the next turn. Its id is a random stream of its own."""
     prompt, turn = transcript.prompt, len(transcript.turns)
     content = transcript.turns[-1].text if turn else prompt.content
     ids = transcript.context
-    return Prompt(id=f"{prompt.id}\x1f{transcript.sample}\x1f{turn}", content=content, text="", token_ids=ids)
+    id_ = f"{prompt.id}\x1f{transcript.sample}\x1f{turn}"
+    return Prompt(id=id_, content=content, text="", token_ids=ids, conversation=conversation)
 
 
 def _cut(completion: Completion, limit: int) -> Completion:

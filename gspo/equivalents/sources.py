@@ -33,8 +33,10 @@ class Source:
 
 def read_source(given: Sequence[str], trainer: Trainer | None) -> Source:
     """A config from a file, or from overrides such as `actor_rollout_ref.rollout.n=8`, or from both."""
-    overrides = [text for text in given if "=" in text]
-    files = [text for text in given if "=" not in text]
+    # Hydra's `~key` and `~key=value` remove a setting.
+    removed = [text for text in given if text.startswith("~") and not Path(text).exists()]
+    overrides = [text for text in given if "=" in text and text not in removed]
+    files = [text for text in given if "=" not in text and text not in removed]
     if len(files) > 1:
         raise ConfigError(f"import-config: give one file, not {len(files)}: {', '.join(files)}")
     if not given:
@@ -42,13 +44,19 @@ def read_source(given: Sequence[str], trainer: Trainer | None) -> Source:
     found = _read_file(Path(files[0]), trainer) if files else Source(trainer=trainer or "verl", values={})
     if overrides:
         found.values |= _overrides(overrides)
+    for text in removed:
+        name = text[1:].partition("=")[0]
+        found.values = {k: v for k, v in found.values.items() if k != name and not k.startswith(f"{name}.")}
+        found.unread.append(f"{text}: removes a setting of verl; here, it has its default")
     return found
 
 
 def _read_file(file: Path, trainer: Trainer | None) -> Source:
     try:
         text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: cannot be read as text: {error}") from None
     if file.suffix == ".py":
         return _script(text, file)

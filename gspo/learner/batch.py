@@ -90,9 +90,11 @@ class OldLogprobs:
         pi_old (arXiv:2512.06547)."""
         assert self.age_N is not None
         age_N, since = self.age_N[at_N], version - self.version
-        share_N = age_N / (age_N + since) if since else torch.ones_like(age_N)
+        if not since:  # pi is pi_old, and the formula below would round it
+            self.logp_N[at_N] = logp_N.detach()
+            return
         sampler_N = self.logp_sampler_N[at_N]
-        self.logp_N[at_N] = sampler_N + share_N * (logp_N.detach() - sampler_N)
+        self.logp_N[at_N] = sampler_N + age_N / (age_N + since) * (logp_N.detach() - sampler_N)
 
     def exchange(self, ranks: Ranks, own_at_N: Tensor, at_N: Tensor) -> None:
         """Get the values of the tokens `at_N`, of which this rank has filled in `own_at_N`, from all ranks."""

@@ -129,6 +129,19 @@ def attach_saved(model: Any, folder: Path) -> LoraConfig:
 @torch.no_grad()
 def reload_weights(model: Any, folder: Path) -> None:
     """Replace the weights of the model's adapters by those of a saved adapter of the same layers."""
+    weights = _weights(model)
+    saved = _saved_weights(model, folder)
+    for key, weight in weights.items():
+        weight.copy_(sharded_like(saved[key], weight))
+
+
+def has_weights(model: Any, folder: Path) -> bool:
+    """Whether the model's adapters are bitwise those of a saved adapter of the same layers."""
+    saved = _saved_weights(model, folder)
+    return all(torch.equal(saved[key], weight.cpu()) for key, weight in _weights(model).items())
+
+
+def _saved_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     saved = load_file(folder / WEIGHTS)
     weights = _weights(model)
     if saved.keys() != weights.keys() or any(saved[k].shape != w.shape for k, w in weights.items()):
@@ -137,8 +150,7 @@ def reload_weights(model: Any, folder: Path) -> None:
             f"model.path: {folder / WEIGHTS}: does not fit {type(model).__name__} of {base}; "
             "give the model it was trained on"
         )
-    for key, weight in weights.items():
-        weight.copy_(sharded_like(saved[key], weight))
+    return saved
 
 
 def save(model: Any, folder: Path, whole: Mapping[str, torch.Tensor] | None = None) -> None:

@@ -207,6 +207,15 @@ def reload_weights(policy: Policy, config: ModelConfig, ranks: Ranks = ONE) -> N
         tensor.copy_(sharded_like(parts.tensor(saved[name]), tensor))
 
 
+def has_weights(policy: Policy, config: ModelConfig) -> bool:
+    """Whether the policy's trained weights are bitwise those that a run has saved of the same model at `config.path`.
+    For a model that is not sharded."""
+    if adapter.adapted(policy.model):
+        return adapter.has_weights(policy.model, Path(config.path))
+    saved = _load_plain(config).state_dict()
+    return all(torch.equal(saved[name], tensor.cpu()) for name, tensor in policy.model.state_dict().items())
+
+
 def _routers(model: Any, config: RoutingConfig | None) -> Routers | None:
     """The model's routers, if routing is recorded. Settings that need routers are an error if there are none."""
     if config is None or not config.record:

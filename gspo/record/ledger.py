@@ -2,7 +2,7 @@
 
     issued -> sampled -> scored -> collected -> trained     `sampled` and `scored` once per round of prompts
     issued -> cut -> ... -> sampled -> ...                  `cut` after every turn but the last (`rollout.span_tokens`)
-    ... -> scored -> dropped -> collected -> ...            `dropped` if completions were given up (`rollout.over_lag`)
+    ... -> scored -> dropped -> collected -> ...            `dropped` if completions were dropped (`rollout.over_lag`)
     resumed                                                 voids the lines of later batches that come before it
 
 In: events of the collector. Out: lines, only ever appended, in the order in which things happened; `read_ledger`

@@ -643,6 +643,14 @@ METRICS = (
         reduction=Reduction.COMPLETION_MEAN,
     ),
     Metric(
+        "conversation/reused_fraction",
+        "Share of the tokens before the turns of conversations that were not prefilled again, because the engine had "
+        "kept them in its KV cache (`rollout.engine_options.keep_gb`).",
+        present="engine `local`, `environment.name`",
+        unit="share",
+        reduction=Reduction.MEAN,
+    ),
+    Metric(
         "conversation/end/NAME",
         "Share of conversations that ended this way: `done` (the environment said so), at a limit (`turns`, "
         "`turn_tokens`, `tokens`, `time`), or `failed` (unscored).",
@@ -1041,7 +1049,7 @@ METRICS = (
         "samples/dropped/KIND",
         "Sampled completions that were not trained on, by reason: `unscored`, `overlong` (truncated, with"
         ' `shape = "overlong_filter"`), `empty`, `alone` (no other trainable completion in its group), '
-        '`uniform` (its group was discarded), `over_lag` (given up, with `rollout.over_lag = "drop"`).',
+        '`uniform` (its group was discarded), `over_lag` (dropped, with `rollout.over_lag = "drop"`).',
         present="if there are any",
         unit="count",
         reduction=Reduction.SUM,
@@ -1241,7 +1249,7 @@ METRICS = (
     ),
     Metric(
         "lag/dropped",
-        "Completions that were given up, because they were not over after the tokens of all turns.",
+        "Completions that were dropped because they had not ended after the tokens of all turns.",
         present='`over_lag = "drop"`',
         unit="count",
         reduction=Reduction.SUM,
@@ -1265,7 +1273,7 @@ METRICS = (
     ),
     Metric(
         "lag/dropped_prompts",
-        "Problems whose completions were all given up, so that the step has no group of them.",
+        "Problems whose completions were all dropped, so that the step has no group of them.",
         present='`over_lag = "drop"`',
         unit="count",
         reduction=Reduction.SUM,

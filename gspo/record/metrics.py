@@ -85,7 +85,7 @@ def _span_metrics(completions: Sequence[Completion], updates: int) -> dict[str, 
 
 
 def _drop_metrics(collected: CollectResult) -> dict[str, Reduced]:
-    """How many completions were given up, and how hard their problems are by what is left of their groups."""
+    """How many completions were dropped, and how hard their problems are by the rest of their groups."""
     dropped, groups = collected.dropped, collected.rollouts.sampled
     prompts = {c.prompt_id for c in dropped}
     left = [score.correct for g in groups if g.prompt.id in prompts for score in g.scores if score.correct is not None]
@@ -242,10 +242,13 @@ def _decoding(collected: CollectResult) -> dict[str, Reduced]:
     if decoded is None or not decoded.steps:
         return {}
     tokens = collected.tokens if collected.decoded_tokens is None else collected.decoded_tokens
+    conversations = any(c.conversation is not None for g in collected.rollouts.sampled for c in g.completions)
+    read = decoded.prefilled + decoded.reused
     return {
         "sampler/decode_steps": Sum(decoded.steps),
         "sampler/running_mean": Mean(tokens, decoded.steps),
         "sampler/idle_fraction": Gather([(tokens, decoded.rows)], _rest),
+        **({"conversation/reused_fraction": Mean(decoded.reused, read)} if conversations and read else {}),
     }
 
 

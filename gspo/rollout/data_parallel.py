@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo.errors import EngineError, RankError
@@ -28,8 +28,7 @@ class Reply:
     """What a follower has sampled."""
 
     completions: tuple[tuple[Completion, ...], ...] = ()
-    steps: int = 0
-    rows: int = 0
+    decoded: DecodeStats = field(default_factory=DecodeStats)
     error: str = ""
     """Why there are no completions; empty if there are."""
 
@@ -76,7 +75,9 @@ class DataParallelEngine:
             "version": version,
             "routes": routes,
         }
-        with ExitStack() as stack:
+        # The turns of a conversation may be sampled by different ranks, so nothing is kept for the next one.
+        prompts = [replace(prompt, conversation="") for prompt in prompts]
+        with self._ranks.peers_answer(), ExitStack() as stack:
             try:
                 with shielded():  # a stop request in between would leave the followers waiting
                     self._ranks.call("generate", prompts=[prompt.without_columns() for prompt in prompts], **options)
@@ -95,12 +96,15 @@ class DataParallelEngine:
         for rank, reply in enumerate(replies, start=1):
             if reply.error:
                 raise EngineError(f"rank {rank}: {reply.error}")
-            self._others += DecodeStats(steps=reply.steps, rows=reply.rows)
+            self._others += reply.decoded
         shares = [own, *([list(group) for group in reply.completions] for reply in replies)]
         return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
 
     def sync(self, version: int) -> None:
         self._own.sync(version)
+
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        """Nothing is kept."""
 
     def close(self) -> None:
         self._own.close()
@@ -118,7 +122,7 @@ def sample_share(
             with stoppable, _sampling(model, ranks), ranks.clock.measure(_purpose(options["stream"])):
                 completions = engine.generate(prompts[ranks.rank :: ranks.count], **options)
             spent = (engine.decoded or DecodeStats()) - before
-            reply = Reply(completions=tuple(map(tuple, completions)), steps=spent.steps, rows=spent.rows)
+            reply = Reply(completions=tuple(map(tuple, completions)), decoded=spent)
         except Interrupted:
             reply = Reply(error="sampling was canceled")
         except RankError:
@@ -136,7 +140,8 @@ def _sampling(model: Any, ranks: Ranks) -> Iterator[None]:
         yield
         return
     # The forwards of the ranks belong together, so the leader checks between two of them whether it must stop.
-    with shielded(), Lockstep(model, ranks):
+    # A forward that fails because a peer is gone is the error of that peer, so it must not reach `Lockstep` as it is.
+    with shielded(), Lockstep(model, ranks), ranks.peers_answer():
         yield
 
 

@@ -16,7 +16,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import compress
 from types import ModuleType
 from typing import Any, Protocol
@@ -35,12 +35,19 @@ class DecodeStats:
     """Forward passes of one token per row."""
     rows: int = 0
     """Rows of all these passes, idle ones included."""
+    prefilled: int = 0
+    """Prompt tokens that were computed by prefill, padding not included."""
+    reused: int = 0
+    """Prompt tokens that were not, because an earlier turn of the conversation had computed them."""
 
     def __add__(self, other: DecodeStats) -> DecodeStats:
-        return DecodeStats(steps=self.steps + other.steps, rows=self.rows + other.rows)
+        return self._combined(other, 1)
 
     def __sub__(self, other: DecodeStats) -> DecodeStats:
-        return DecodeStats(steps=self.steps - other.steps, rows=self.rows - other.rows)
+        return self._combined(other, -1)
+
+    def _combined(self, other: DecodeStats, sign: int) -> DecodeStats:
+        return DecodeStats(**{f.name: getattr(self, f.name) + sign * getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +111,10 @@ class Engine(Protocol):
 
         `version` is the version of these weights. `generate` starts with the current weights by itself; this is for
         another thread that has changed them since. An engine that shares the learner's weights has nothing to do."""
+        ...
+
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        """Free what is kept of these conversations (`Prompt.conversation`). They may be unknown."""
         ...
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class DroppedCompletion:
-    """A completion that was given up because it was too long for its turns (`rollout.over_lag = "drop"`)."""
+    """A completion that was dropped because it was too long for its turns (`rollout.over_lag = "drop"`)."""
 
     prompt_id: str
     sample: int
@@ -111,7 +111,7 @@ class CollectResult:
     skipped: int = 0
     """Visited problems that were not sampled, because of their pass rates."""
     dropped: tuple[DroppedCompletion, ...] = ()
-    """Completions that were given up. They are in no group, and a prompt without any other has none."""
+    """Completions that were dropped. They are in no group, and a prompt without any other has none."""
 
     @property
     def batch(self) -> int:

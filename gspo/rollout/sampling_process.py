@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,7 @@ class Sampled:
     weights: str
     """Name of the weights that the process held."""
     completions: tuple[tuple[Completion, ...], ...]
-    steps: int = 0
-    rows: int = 0
+    decoded: DecodeStats = field(default_factory=DecodeStats)
 
 
 class SamplingProcess:
@@ -188,13 +187,13 @@ class SamplingProcess:
         with activity(f"sampling {count:,} completions in the sampling process"):
             self._send(command)
             while "weights" not in (answer := self._answer()):
-                pass  # the answers to `build` and `load`
+                pass  # the answers to `build`, `load` and `end_conversations`
         sampled: Sampled = convert(Sampled, answer)
         if sampled.weights != name:
             raise WeightSyncError(
                 f"the sampling process holds the weights of step {sampled.weights}, not those of step {name}"
             )
-        self.decoded += DecodeStats(steps=sampled.steps, rows=sampled.rows)
+        self.decoded += sampled.decoded
         return [list(group) for group in sampled.completions]
 
     # ---- messages
@@ -267,6 +266,11 @@ class SamplingProcess:
 
     def sync(self, version: int) -> None:
         """Nothing to do: every call sends its weights."""
+
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        with self._busy:
+            if self._process is not None:
+                self._send({"command": "end_conversations", "conversations": list(conversations)})
 
     def stop(self) -> None:
         """Kill the process and delete its weights. A call in progress raises. `start` may start another one."""
@@ -341,6 +345,9 @@ class WeightsEngine:
 
     def sync(self, version: int) -> None:
         """Nothing to do: every call names its weights."""
+
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        self._process.end_conversations(conversations)
 
     def close(self) -> None:
         """The process is not this engine's own."""

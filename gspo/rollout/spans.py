@@ -11,7 +11,7 @@ which weights sample which token depends on the completions alone, and delays ch
 
 A turn is one call of the engine for all batches that are open. Every completion gets at most `span_tokens` tokens.
 Those that are not over are cut, and continue in the next turn, with the weights of the next step. In the last turn of a
-batch, its completions are sampled to their end, or with `rollout.over_lag = "drop"` given up.
+batch, its completions are sampled to their end, or dropped with `rollout.over_lag = "drop"`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Schedule:
     span_tokens: int
     max_tokens: int
     drop: bool = False
-    """Whether completions that are not over after the last turn are given up."""
+    """Whether completions that have not ended after the last turn are dropped."""
 
     @property
     def turns(self) -> int:
@@ -95,7 +95,7 @@ def extended(batch: OpenBatch, completions: Sequence[Sequence[Completion]]) -> O
 
 
 def kept(prompt: Prompt, completions: Sequence[Completion]) -> tuple[list[Completion], list[DroppedCompletion]]:
-    """The completions of a prompt that are over, and those that are given up."""
+    """The completions of a prompt that have ended, and those that are dropped."""
     over = [c for c in completions if c.stop is not StopReason.CUT]
     dropped = [
         DroppedCompletion(prompt_id=prompt.id, sample=c.sample, tokens=c.sampled_count)

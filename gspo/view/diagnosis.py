@@ -708,7 +708,7 @@ def _lag(facts: RunFacts) -> Finding | None:
 
 
 def _dropped(facts: RunFacts) -> Finding | None:
-    """Completions that are given up because they are long."""
+    """Completions that are dropped because they are long."""
     share = facts.mean("lag/dropped_fraction")
     if len(facts.recent) < FEWEST_STEPS or not share >= MANY_DROPPED:
         return None
@@ -717,7 +717,7 @@ def _dropped(facts: RunFacts) -> Finding | None:
     return Finding(
         name="long completions dropped",
         level="warn",
-        what=f"{_percent(share)} of the completions are given up because they are too long for their turns{harder}.",
+        what=f"{_percent(share)} of the completions are dropped because they are too long for their turns{harder}.",
         remedy='Raise rollout.span_tokens or rollout.max_lag, or set rollout.over_lag = "wait".',
     )
 
@@ -812,7 +812,7 @@ def _time(facts: RunFacts) -> Finding | None:
         share = sum(float(r.get(f"time/{key}_s") or 0) for r in rows) / total
         if share >= limit:
             what = f"{_percent(share)} of the step time is {phase} ({seconds(total / len(rows))} per step)."
-            return Finding(name=f"time: {phase}", level="note", what=what, remedy=remedy)
+            return Finding(name=f"time in {phase}", level="note", what=what, remedy=remedy)
     return None
 
 

@@ -55,6 +55,9 @@ class FunctionEngine:
     def sync(self, version: int) -> None:
         """Nothing to send."""
 
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -17,6 +17,7 @@ from gspo import config as settings
 from gspo.environment.setup import RunEnvironment
 from gspo.model.routing import find_routers
 from gspo.rollout.engine import EngineContext, build_engine
+from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.types import Completion, Prompt, Sampling, branch_ids
 
@@ -62,15 +63,17 @@ class _Policy:
 
 @pytest.fixture(
     scope="module",
-    params=["local", "vllm, simulated", pytest.param("vllm", marks=pytest.mark.vllm)],
+    params=["local", "local, paged", "vllm, simulated", pytest.param("vllm", marks=pytest.mark.vllm)],
 )
 def engine(request: Any) -> Iterator[Any]:
     if request.param == "vllm":
         needs_vllm()
     model = small_model()
     context = EngineContext(model=model, tokenizer=TOKENIZER, stop_ids=(END,), routers=find_routers(model))
-    simulated = request.param == "vllm, simulated"
-    built = VllmEngine(context, SimulatedVllm(model)) if simulated else build_engine(request.param, context, {})
+    name, _, kind = request.param.partition(", ")
+    built = VllmEngine(context, SimulatedVllm(model)) if kind == "simulated" else build_engine(name, context, {})
+    if kind == "paged":
+        built.paged = True
     yield model, built
     built.close()
 
@@ -110,7 +113,12 @@ def test_a_conversation_is_what_the_model_was_asked(
     if template == "rewriting":
         monkeypatch.setattr(TOKENIZER, "chat_template", REWRITES)
     # A model that was not trained hardly ever ends a turn by itself.
+    before = samples.decoded
     found = conversations_of(samples, tmp_path, Sampling(max_tokens=150, temperature=0.9, stop=tuple("abcdefghijkl")))
+    if isinstance(samples, LocalEngine):
+        # Later turns read what earlier ones have computed, and nothing is left when the conversations are over.
+        assert (samples.decoded - before).reused > 0
+        assert len(samples.prefixes) == 0
     for prompt, done in found:
         assert done.conversation is not None
         assert done.conversation.failure is None

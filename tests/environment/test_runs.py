@@ -21,6 +21,7 @@ from simulated_vllm import SimulatedVllm
 from tiny_runs import tiny_tree
 
 from gspo import config as settings
+from gspo.cli import main
 from gspo.config import Config
 from gspo.context import RunContext
 from gspo.environment.setup import RunEnvironment
@@ -92,6 +93,7 @@ def test_a_run_resumes_bitwise_and_its_record_shows_the_turns(
     assert all(row["conversation/turns"] > 1 for row in metrics if row["step"])
     names = {m.key.replace("/NAME", "/turns") for m in METRICS if m.key.startswith("conversation/")}
     assert all(names <= set(row) for row in metrics if row["step"])
+    assert all(row["conversation/reused_fraction"] > 0 for row in metrics if row["step"])
 
     shown = Completions(tmp_path / "run")
     records = shown.of(3)
@@ -106,6 +108,18 @@ def test_a_run_resumes_bitwise_and_its_record_shows_the_turns(
             assert one is not None
             given = [i for i, own in enumerate(one.get("sampled") or []) if not own]
             assert all(one["logp_sampler"][i] is None for i in given)
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/environments.md").read_text(encoding="utf-8")
+    _, example, _ = page.split("\n## ", 2)
+    for kind, name in (("python", "shop.py"), ("json", "questions.jsonl"), ("toml", "shop.toml")):
+        # The first block of each kind.
+        (tmp_path / name).write_text(example.partition(f"```{kind}\n")[2].partition("```")[0], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    small = ["--steps=1", "--run_dir=run", "--rollout.prompts=2", "--rollout.max_tokens=32"]
+    assert main(["train", "shop.toml", *small]) == 0
+    assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["conversation/turns"] >= 1
 
 
 def test_conversations_are_sampled_ahead_of_training(
@@ -129,6 +143,20 @@ def test_conversations_are_sampled_ahead_of_training(
     same_end(tmp_path / "run", tmp_path / "cut")
     assert [history.trained for history in read_ledger(tmp_path / "cut")] == [[step] for step in range(1, 5)]
     assert len(kept) == 3
+
+
+@pytest.mark.slow
+def test_the_sampling_process_keeps_conversations_between_their_turns(
+    game: Callable[..., Config], tmp_path: Path, display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = ("rollout.max_lag=1", "steps=3")
+    train(game(*setting, run_dir="process"), display=display)
+    rows = [row for row in read_jsonl(tmp_path / "process/metrics.jsonl") if row["step"]]
+    assert any(row["conversation/turns"] > 1 for row in rows)
+    assert all((row["conversation/reused_fraction"] > 0) == (row["conversation/turns"] > 1) for row in rows)
+    stand_in(monkeypatch)
+    train(game(*setting), display=display)
+    same_end(tmp_path / "run", tmp_path / "process")
 
 
 def test_a_thread_that_waits_for_a_closed_environment_ends(game: Callable[..., Config]) -> None:

@@ -256,6 +256,21 @@ def test_overrides_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> No
     assert (recipe["rollout"]["prompts"], recipe["objective"]["name"]) == (64, "dapo")
 
 
+def test_overrides_of_hydra_that_add_and_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text("actor_rollout_ref:\n  rollout: {n: 8, temperature: 0.5}\ntrainer: {total_training_steps: 7}\n")
+    added = ("+actor_rollout_ref.rollout.n=4", "++trainer.total_training_steps=9")
+    recipe, text = imported(capsys, str(file), *added, "~actor_rollout_ref.rollout.temperature", "~trainer.logger=x")
+    assert (recipe["rollout"]["group_size"], recipe["steps"]) == (4, 9)
+    assert recipe["rollout"].get("temperature", 1.0) == 1.0
+    assert "~actor_rollout_ref.rollout.temperature: removes a setting of verl" in text
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-config", "missing.yaml"]) == 1
+    assert capsys.readouterr().err == "gspo: missing.yaml: No such file or directory\n"
+
+
 # ------------------------------------------------------------------------------------------------- errors
 
 

@@ -217,7 +217,13 @@ def own_signal(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-LAYOUT = ("padding/saved", "sampler/decode_steps", "sampler/running_mean", "routing/stored_bytes")
+LAYOUT = (
+    "padding/saved",
+    "sampler/decode_steps",
+    "sampler/running_mean",
+    "routing/stored_bytes",
+    "conversation/reused_fraction",
+)
 """Metrics of how the work is laid out, which depend on the number of ranks."""
 
 

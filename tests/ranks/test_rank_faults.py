@@ -31,6 +31,7 @@ from tiny_runs import tiny_config
 
 import gspo.follower
 import gspo.model.save
+import gspo.rollout.data_parallel
 from gspo.learner import checkpoint
 from gspo.ranks.environment import LEADER_SILENT
 from gspo.ranks.output import FollowerOutput
@@ -49,6 +50,8 @@ def in_phase(phase: str, rank: int, action: Callable[[], None]) -> None:
         during_sampling("train/2/", action)
     elif phase == "learning":
         before_update(3, action)
+    elif phase == "gathering to sample":
+        before_gathering_to_sample(4, action)
     elif phase == "gathering":
         within_gathering(3, gspo.follower if rank else gspo.model.save, action)
     elif rank == 0:
@@ -69,6 +72,23 @@ def before_update(updates: int, action: Callable[[], None]) -> None:
         return step
 
     patch(Optimizer, "step", make)
+
+
+def before_gathering_to_sample(times: int, action: Callable[[], None]) -> None:
+    """Before this rank gathers the weights of all layers. For the batch of step 2 it does so the fourth time, after two
+    evaluations and the batch of step 1."""
+    calls = []
+
+    def make(original: Any) -> Any:
+        def gathered(model: Any) -> Any:
+            calls.append(1)
+            if len(calls) == times:
+                action()
+            return original(model)
+
+        return gathered
+
+    patch(gspo.rollout.data_parallel, "gathered", make)
 
 
 def within_gathering(times: int, where: Any, action: Callable[[], None]) -> None:
@@ -124,7 +144,7 @@ CASES = [
     (rank, number, phase)
     for rank in (0, 1)
     for number in (signal.SIGKILL, signal.SIGSTOP)
-    for phase in ("sampling", "learning", "gathering", "saving")
+    for phase in ("gathering to sample", "sampling", "learning", "gathering", "saving")
 ]
 FAST = [(1, signal.SIGKILL, "learning"), (1, signal.SIGSTOP, "sampling")]
 

@@ -72,6 +72,18 @@ def test_a_forward_that_fails_ends_the_run_with_a_reason(tmp_path: Path) -> None
     assert "lower rollout.engine_options.slots" in line
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_in_a_forward_is_named(rank: int, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, *SETTINGS, "ranks.sampling_weights=layers")
+    ranks = train(config, hook=in_a_forward(rank, own_signal(signal.SIGKILL)))
+    assert ranks.wait()[rank] == -signal.SIGKILL
+    assert ranks.codes[1 - rank] == 1
+    text = ranks.output() if rank else (Path(config.run_dir) / "ranks/1.log").read_text()
+    assert f"rank {rank} has not responded for" in text
+    assert "Traceback" not in ranks.output(0) + text
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -109,7 +121,7 @@ def in_a_forward(chosen: int, action: Callable[[], None]) -> Callable[[int], Non
             nonlocal now
             if now:
                 now = False
-                act_once(self.model.model.layers[1].mlp, action)
+                act_once(self.model.model.layers[0].mlp, action)
             return original(self, *args)
 
         return step

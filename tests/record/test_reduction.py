@@ -116,7 +116,7 @@ def split(
         batch = RolloutBatch(groups=kept[rank::ranks], discarded=discarded[rank::ranks])
         decoded = collected.decoded
         if decoded is not None:
-            decoded = DecodeStats(steps=share(decoded.steps, rank, ranks), rows=share(decoded.rows, rank, ranks))
+            decoded = DecodeStats(**{name: share(count, rank, ranks) for name, count in vars(decoded).items()})
         part = None
         if rank in learners:
             part = part_of(learned, rows[rank], ranks, learners.index(rank), len(learners))

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from paged_cases import queue_of
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import LoraConfig
 from gspo.model.adapter import adapters_disabled, attach, layers
 from gspo.rollout.local import decoder, paged
+from gspo.rollout.local.prefixes import PrefixStore
 from gspo.rollout.local.projections import DOWN, GATE_UP, OUTPUT, QKV, Projections, bytes_of_copies
+from gspo.rollout.local.sampling import PrefixReuse
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {
@@ -249,6 +252,7 @@ def test_copies_are_left_out_when_memory_is_short(
     model = model_of("qwen3")
     batch = paged.PagedBatch.__new__(paged.PagedBatch)
     batch.width, batch.prefill_tokens = 2, 64
+    batch.reuse = PrefixReuse(queue_of([3], 1), PrefixStore(limit=1000))
     batch.sampling = paged_sampling()
     wanted = 2 + 8 * 2 + 2 * (1 + 2)
     needed = decoder.bytes_per_block(model) * wanted
@@ -271,6 +275,10 @@ def test_copies_are_left_out_when_memory_is_short(
 
     count, fused = batch._block_budget(OnDevice(), 8)
     assert (count, fused) == (max(2 + 2 * 2, wanted * parts // 16), copies)
+    # What is kept of conversations comes last: it gets what is left.
+    assert batch.reuse.store is not None
+    batch.reuse.store.put("a", {0: (torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))})
+    assert len(batch.reuse.store) == (free == 0.5)
 
 
 def paged_sampling() -> Any:

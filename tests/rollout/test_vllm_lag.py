@@ -33,8 +33,9 @@ LAG = (
 
 
 @torch.no_grad()
-def furthest(saved: Path, rollouts: Path) -> float:
-    """The largest difference between the log-probs of a checkpoint and those that vLLM has reported."""
+def furthest(saved: Path, rollouts: Path, version: int | None = None) -> float:
+    """The largest difference between the log-probs of a checkpoint and those that vLLM has reported, of all tokens or
+    of those that the weights of this version have sampled."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
     worst = 0.0
     for row in read_jsonl(rollouts):
@@ -42,8 +43,17 @@ def furthest(saved: Path, rollouts: Path) -> float:
         ids = torch.tensor([prompt + row["token_ids"]])
         logp = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         own = logp.gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0]
-        worst = max(worst, float((own - torch.tensor(row["logp_sampler"])).abs().max()))
+        apart = (own - torch.tensor(row["logp_sampler"])).abs()
+        if version is not None:
+            apart = apart[torch.tensor(versions(row)) == version]
+        worst = max([worst, *apart.tolist()])
     return worst
+
+
+def versions(row: dict[str, Any]) -> list[int]:
+    """The version of the weights that sampled each token of a completion."""
+    spans = row.get("spans") or [[row["version"], 0]]
+    return [max((first, version) for version, first in spans if first <= at)[1] for at in range(len(row["token_ids"]))]
 
 
 def killing(run: Path, step: int, words: bytes) -> Callable[[], None]:
@@ -77,6 +87,30 @@ def test_batches_come_from_the_weights_of_the_step_before(
         assert furthest(run / f"checkpoints/{weights:06d}", rollouts) < 1e-4
         if step > 1:
             assert furthest(run / f"checkpoints/{step - 1:06d}", rollouts) > 1e-2, "otherwise any weights would pass"
+
+
+def test_every_turn_comes_from_the_weights_of_its_step(tiny: Callable[..., Config], display: Any) -> None:
+    """Completions of at most 10 tokens in turns of 4 (`rollout.span_tokens`): with the weights of steps t - 4, t - 3
+    and t - 2."""
+    needs_vllm()
+    config = tiny(*LAG, "rollout.max_lag=3", "rollout.span_tokens=4", "steps=5")
+    run = Path(config.run_dir)
+    assert train(config, display).step == 5
+    updates = config.learner.mini_batches
+    for step in range(1, 6):
+        rollouts = run / f"rollouts/{step:06d}.jsonl"
+        steps = sorted({max(0, step - 4), max(0, step - 3), max(0, step - 2)})
+        turns = []
+        for row in read_jsonl(rollouts):
+            turns.append(-(-len(row["token_ids"]) // 4))
+            found = [version for version, _ in row.get("spans") or [[row["version"], 0]]]
+            assert found == [updates * of for of in steps[: turns[-1]]]
+        assert max(turns) == 3
+        for turn, of in enumerate(steps):
+            assert furthest(run / f"checkpoints/{of:06d}", rollouts, updates * of) < 1e-4
+            if turn:
+                before = run / f"checkpoints/{steps[turn - 1]:06d}"
+                assert furthest(before, rollouts, updates * of) > 1e-3, "otherwise any weights would pass"
 
 
 def test_a_server_and_the_sampling_process_are_killed(

@@ -355,13 +355,13 @@ CASES = [
         "in their groups 20 % of the others are correct, in all 50 %",
     ),
     Case(
-        "time: scoring",
+        "time in scoring",
         "note",
         facts(times=phase(reward=0.6)),
         facts(times=phase(reward=0.1)),
         "60 % of the step time",
     ),
-    Case("time: evaluation", "note", facts(times=phase(eval=0.5)), facts(times=phase(eval=0.1)), "eval.every"),
+    Case("time in evaluation", "note", facts(times=phase(eval=0.5)), facts(times=phase(eval=0.1)), "eval.every"),
     Case(
         "straggler",
         "warn",
@@ -385,14 +385,14 @@ CASES = [
     ),
     Case("straggler", "warn", facts(times=ranks(0.5, 1.5)), facts(times=ranks(0.5, 1.5), steps=9), "ranks/1.log"),
     Case(
-        "time: sampling",
+        "time in sampling",
         "note",
         facts(times=phase(rollout=0.9)),
         facts(times=phase(rollout=0.6)),
         "90 % of the step time is sampling",
     ),
     Case(
-        "time: sampling",
+        "time in sampling",
         "note",
         facts(
             every_step(sampler__running_mean=12.3), times=phase(rollout=0.9), rollout__prompts=8, rollout__group_size=8

@@ -438,6 +438,20 @@ def test_a_curve_has_one_legend_entry_with_a_value_of_each_run(
     values = keys.first.locator(".value").all_inner_texts()
     assert values == ["0.31", "0.31"]
     assert "step 1" in legend.inner_text()
+    # On a narrow screen, the values of a curve are in one line, behind its name or below it.
+    page.set_viewport_size({"width": 300, "height": 800})
+    tops = "keys => keys.map(key => [...key.querySelectorAll('.value')].map(v => v.getBoundingClientRect().top))"
+    found = page.locator(".chart .legend .key").evaluate_all(tops)
+    assert any(len(line) == 2 for line in found)
+    assert all(len(set(line)) <= 1 for line in found)
+
+
+def test_step_times_use_the_width_of_their_card(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "first")
+    open_dashboard(page, serve(tmp_path / "runs"))
+    card = page.locator(".card.times")
+    card.locator("svg").first.wait_for()
+    assert card.locator("svg").first.bounding_box()["width"] > 0.9 * card.bounding_box()["width"]
 
 
 def test_sections_close_and_stay_closed(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -604,6 +618,32 @@ def test_a_rollback_is_marked_and_the_marks_of_abandoned_steps_are_gone(page: An
     page.get_by_text("Events", exact=True).click()
     assert page.get_by_text("step 9", exact=True).count() == 1
     assert "The run was rolled back. Back." in page.locator("main").inner_text()
+
+
+def test_the_timeline_has_a_bar_for_each_sampling_and_training(page: Any, tmp_path: Path) -> None:
+    """At its place in time: batch 3 is sampled while the learner trains on batch 2, and trained on after that."""
+    run = make_run(tmp_path / "made", steps=4)
+    rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
+    for row in rows:
+        start = 2.0 * row["step"]
+        times = {"sample_start": start, "sample_end": start + 2, "learn_start": start + 2, "learn_end": start + 3}
+        row |= {f"lag/{name}_s": at for name, at in times.items()}
+    write_lines(run / "timings.jsonl", rows)
+    page.goto(f"file://{write_report([run], tmp_path / 'report.html')}")
+    card = page.locator("section.card", has_text="Sampling and training")
+    card.locator("svg path").first.wait_for(state="attached")
+    texts = card.locator("svg path title").all_text_contents()
+    assert len(texts) == 8
+    assert sum(": sampled and scored for 2.00 s" in text for text in texts) == 4
+    bars = {}
+    for bar in card.locator("svg path").all():
+        box = bar.evaluate("path => { const b = path.getBBox(); return [b.x, b.y, b.width]; }")
+        bars[bar.locator("title").text_content().split(" for")[0]] = box
+    sampled, trained = bars["step 3: sampled and scored"], bars["step 2: trained on"]
+    assert sampled[0] == pytest.approx(trained[0], abs=0.1)
+    assert sampled[1] < trained[1], "sampling is above training"
+    assert sampled[2] == pytest.approx(2 * trained[2], abs=0.1)
+    assert "Steps 1 to 4, 9.00 s" in card.inner_text()
 
 
 def test_a_new_run_appears_without_a_reload(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:

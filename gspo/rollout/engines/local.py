@@ -41,11 +41,14 @@ from gspo.rollout.engine import (
     controls_for,
     eval_mode,
 )
+from gspo.rollout.local.decoder import obstacle_to_keeping as obstacle_to_paged_keeping
 from gspo.rollout.local.decoder import obstacle_to_paging
 from gspo.rollout.local.paged import PagedBatch
+from gspo.rollout.local.prefixes import PrefixStore
 from gspo.rollout.local.sampling import (
     DecodeResult,
     DeviceControls,
+    PrefixReuse,
     Queue,
     extension_queue,
     last_tokens,
@@ -56,7 +59,14 @@ from gspo.rollout.local.sampling import (
     uniform,
     with_greedy,
 )
-from gspo.rollout.local.states import BLOCK, DecodeState, RecomputeState, cache_state, obstacle_to_cache
+from gspo.rollout.local.states import (
+    BLOCK,
+    DecodeState,
+    RecomputeState,
+    cache_state,
+    obstacle_to_cache,
+    obstacle_to_keeping,
+)
 from gspo.types import Completion, Prompt, Routes, Sampling
 
 TRAITS = EngineTraits(
@@ -70,28 +80,37 @@ TRAITS = EngineTraits(
 # Fields of `_Batch.state`: request, input token, its position, number of tokens sampled, random stream, whether the row
 # gets the end of its thinking, its limit on tokens.
 _REQUEST, _INPUT, _POSITION, _SAMPLED, _KEY, _FORCED, _LIMIT = _FIELDS = range(7)
+KEEP_GB = 4.0
+"""Default of the memory for the KV cache of conversations between their turns."""
 STOP_EVERY = 8
 """Steps between searches for stop strings. A completion is sampled for up to as many tokens in vain."""
 
 
-def build(context: EngineContext, *, slots: int = 256, prefill_tokens: int = 8192) -> LocalEngine:
-    """`slots` completions are decoded together; prompts are prefilled in batches of about `prefill_tokens` tokens."""
+def build(
+    context: EngineContext, *, slots: int = 256, prefill_tokens: int = 8192, keep_gb: float = KEEP_GB
+) -> LocalEngine:
+    """`slots` completions are decoded together; prompts are prefilled in batches of about `prefill_tokens` tokens.
+    Between the turns of conversations, their KV cache is kept, up to `keep_gb` in all; `0` keeps nothing."""
     for name, value in (("slots", slots), ("prefill_tokens", prefill_tokens)):
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"rollout.engine_options.{name}: must be a whole number, at least 1, not {value!r}")
-    return LocalEngine(context, slots=slots, prefill_tokens=prefill_tokens)
+    if isinstance(keep_gb, bool) or not isinstance(keep_gb, int | float) or not 0 <= keep_gb < float("inf"):
+        raise ConfigError(f"rollout.engine_options.keep_gb: must be a number, at least 0, not {keep_gb!r}")
+    return LocalEngine(context, slots=slots, prefill_tokens=prefill_tokens, keep_gb=keep_gb)
 
 
 class LocalEngine:
-    """Samples completions from `context.model`. Holds no memory between calls: the learner needs it."""
+    """Samples completions from `context.model`. Between calls it holds no memory, because the learner needs it, except
+    what it keeps of conversations that have not ended."""
 
     about = ""
 
-    def __init__(self, context: EngineContext, *, slots: int, prefill_tokens: int) -> None:
+    def __init__(self, context: EngineContext, *, slots: int, prefill_tokens: int, keep_gb: float = KEEP_GB) -> None:
         self.context: EngineContext | None = context
         self.decoded = DecodeStats()
         self.slots = slots
         self.prefill_tokens = prefill_tokens
+        self.prefixes = PrefixStore(int(keep_gb * 1e9))
         self.position_limit = position_limit(context.model)
         self.paged = context.model.device.type == "cuda" and _can_page(context)
         if not self.paged:
@@ -105,6 +124,22 @@ class LocalEngine:
         if obstacle is not None:
             warnings.warn(
                 f"engine 'local' recomputes every token, which is slow: {obstacle}", RuntimeWarning, stacklevel=5
+            )
+        return obstacle is None
+
+    @cached_property
+    def keeps(self) -> bool:
+        """Whether the KV cache of a conversation can be kept between its turns. If not, a warning says why."""
+        assert self.context is not None
+        if not self.paged and not self.cached:
+            return False
+        model = self.context.model
+        obstacle = (obstacle_to_paged_keeping if self.paged else obstacle_to_keeping)(model)
+        if obstacle is not None:
+            warnings.warn(
+                f"engine 'local' prefills conversations again in each turn, which is slower: {obstacle}",
+                RuntimeWarning,
+                stacklevel=5,
             )
         return obstacle is None
 
@@ -130,6 +165,8 @@ class LocalEngine:
         check_fits(self.position_limit, prompts, sampling)
         controls = controls_for(self.context, sampling)
         queue = make_queue(prompts, samples=samples, sampling=sampling, seed=seed, stream=stream)
+        if any(queue.conversation_B):
+            self.prefixes.begin(version)
         groups: list[list[Completion]] = [[None] * samples for _ in prompts]  # type: ignore[list-item]
         for (p, sample), fields in self._sample(queue, controls, routes=routes):
             groups[p][sample] = Completion(prompt_id=prompts[p].id, sample=sample, version=version, **fields)
@@ -175,17 +212,26 @@ class LocalEngine:
         self, model: Any, queue: Queue, controls: Controls, routers: Routers | None
     ) -> DecodeResult:
         """If generation runs out of memory, restart it with half as many slots and keep that limit for the rest of the
-        run. The completions are the same, up to rounding."""
+        run. The completions are the same, up to rounding. Before that, drop what is kept of conversations."""
+        # Under autocast, a paged engine decodes without its paged KV cache, which the trial of `keeps` was about.
+        tried = not self.paged or self._pages(model)
+        wants = any(queue.conversation_B) and self.prefixes.limit > 0 and tried and self.keeps
         while True:
+            reuse = PrefixReuse(queue, self.prefixes if wants else None, routed=routers is not None)
             try:
-                return self._decode(model, queue, controls, routers)
+                return self._decode(model, queue, controls, routers, reuse)
             except RuntimeError as error:
                 concurrent = min(self.slots, len(queue.place_B))
-                if not out_of_memory(error) or concurrent == 1:
+                if not out_of_memory(error) or (concurrent == 1 and not wants):
                     raise
             # Outside of `except`: the error's traceback would keep the tensors of the failed attempt alive.
-            self.slots = concurrent // 2
+            del reuse
+            self.prefixes.clear()
             release_memory()
+            if wants:
+                wants = False
+                continue
+            self.slots = concurrent // 2
             warnings.warn(
                 f"engine 'local': out of memory; for the rest of the run it samples at most {self.slots} completions "
                 "at a time; lower rollout.engine_options.slots to avoid the restart",
@@ -193,12 +239,19 @@ class LocalEngine:
                 stacklevel=3,
             )
 
-    def _decode(self, model: Any, queue: Queue, controls: Controls, routers: Routers | None) -> DecodeResult:
+    def _decode(
+        self,
+        model: Any,
+        queue: Queue,
+        controls: Controls,
+        routers: Routers | None,
+        reuse: PrefixReuse | None = None,
+    ) -> DecodeResult:
         slots = min(self.slots, len(queue.place_B))
         limit = queue.positions
-        options: dict[str, int] = {"slots": slots, "prefill_tokens": self.prefill_tokens}
-        # The kernels of the paged path round as the model does without autocast.
-        if self.paged and not torch.is_autocast_enabled(model.device.type):
+        reuse = reuse or PrefixReuse(queue)
+        options: dict[str, Any] = {"slots": slots, "prefill_tokens": self.prefill_tokens, "reuse": reuse}
+        if self._pages(model):
             result = PagedBatch(model, queue, controls, routers=routers, **options).run()
             torch.cuda.empty_cache()  # the learner needs the memory of the KV cache
             return result
@@ -208,12 +261,26 @@ class LocalEngine:
             else RecomputeState(model, slots, limit, self.prefill_tokens, routers)
         )
         routes = _RouteLog(routers, queue) if routers else None
-        return _Batch(model, state, queue, controls, slots, self.prefill_tokens, routes).run()
+        return _Batch(model, state, queue, controls, routes=routes, **options).run()
+
+    def _pages(self, model: Any) -> bool:
+        """Whether the paged KV cache is used now."""
+        # The kernels of the paged path round as the model does without autocast.
+        return self.paged and not torch.is_autocast_enabled(model.device.type)
 
     def sync(self, version: int) -> None:
-        """Nothing to send: the weights are the learner's own."""
+        """Nothing to send: the weights are the learner's own. What others have computed is of no use."""
+        self.prefixes.begin(version)
+
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        if not len(self.prefixes):
+            return
+        self.prefixes.end(conversations)
+        if self.paged and not len(self.prefixes):
+            torch.cuda.empty_cache()  # the learner needs the memory
 
     def close(self) -> None:
+        self.prefixes.clear()
         self.context = None
 
 
@@ -239,10 +306,12 @@ class _RouteLog:
         self.prompt_U: list[Tensor] = []
         self.completion_BTLK: Tensor | None = None
 
-    def add_prompts(self, routes_UTLK: Tensor | None, prompt_U: Sequence[tuple[int, ...]]) -> None:
+    def add_prompts(self, routes_UTLK: Tensor | None, reuse: PrefixReuse, prompts: Sequence[int]) -> None:
+        """`routes_UTLK`: the experts of what was computed of these prompts."""
         empty = torch.zeros(0, self.routers.layers, self.routers.top_k, dtype=self.routers.compact)
-        for u, ids in enumerate(prompt_U):
-            self.prompt_U.append(empty if routes_UTLK is None else routes_UTLK[u, : len(ids)].cpu())
+        for i, u in enumerate(prompts):
+            new = empty if routes_UTLK is None else routes_UTLK[i, : reuse.computed(u)].cpu()
+            self.prompt_U.append(reuse.routes(u, new))
 
     def add_step(self, routes_RLK: Tensor, request_R: Tensor, sampled_R: Tensor, width: int) -> None:
         if self.completion_BTLK is None:
@@ -256,13 +325,15 @@ class _RouteLog:
 
     def pack(self, length_B: Sequence[int]) -> list[Routes | None]:
         assert self.completion_BTLK is not None
-        completion_BTLK = self.completion_BTLK.cpu()
-        return [
-            self.routers.pack(torch.cat([self.prompt_U[u], completion_BTLK[b, start:length]]))
-            for b, (u, start, length) in enumerate(
-                zip(self.queue.prompt_of_B, self.queue.start_B, length_B, strict=True)
-            )
-        ]
+        self.completion_BTLK = self.completion_BTLK.cpu()
+        return [self.routers.pack(self.of(b, length)) for b, length in enumerate(length_B)]
+
+    def of(self, request: int, length: int) -> Tensor:
+        """The experts of a prompt and its completion of this length, but for the last token, which no forward has
+        read."""
+        assert self.completion_BTLK is not None
+        own = self.completion_BTLK[request, self.queue.start_B[request] : length].cpu()
+        return torch.cat([self.prompt_U[self.queue.prompt_of_B[request]], own])
 
 
 # --- The decoding loop ---
@@ -281,12 +352,15 @@ class _Batch:
         decode_state: DecodeState,
         queue: Queue,
         controls: Controls,
+        *,
         slots: int,
         prefill_tokens: int,
+        reuse: PrefixReuse,
         routes: _RouteLog | None,
     ) -> None:
         self.decode_state = decode_state
         self.queue = queue
+        self.reuse = reuse
         self.controls = controls
         self.sampling = controls.sampling
         self.routes = routes
@@ -323,6 +397,10 @@ class _Batch:
         self.steps = 0
         self.rows_computed = 0
         """Rows of all steps so far."""
+        self.prefill_computed = 0
+        """Prompt tokens that were computed by prefill."""
+        self.prefill_reused = 0
+        """Prompt tokens that earlier calls had computed."""
 
     def run(self) -> DecodeResult:
         with activity("sampling", total=len(self.queue.place_B), unit="completions") as doing:
@@ -358,13 +436,16 @@ class _Batch:
     def _prefill(self) -> None:
         """Prefill the next prompts of the queue together, as many as the token budget allows."""
         self.first_prompt = self.prefilled
-        width = len(self.queue.prompt_U[self.first_prompt])
-        count = max(1, self.prefill_tokens // width)
-        self.prefilled = min(self.first_prompt + count, len(self.queue.prompt_U))
-        prompts = [ids[:-1] for ids in self.queue.prompt_U[self.first_prompt : self.prefilled]]
-        routes_UTLK = self.decode_state.prefill(prompts)
+        chosen = self.reuse.fitting(range(self.first_prompt, len(self.queue.prompt_U)), self.prefill_tokens)
+        self.prefilled += len(chosen)
+        prompts = [self.queue.prompt_U[u][:-1] for u in chosen]
+        routes_UTLK = self.decode_state.prefill(prompts, [self.reuse.prefix(u) for u in chosen])
         if self.routes:
-            self.routes.add_prompts(routes_UTLK, prompts)
+            self.routes.add_prompts(routes_UTLK, self.reuse, chosen)
+        self.prefill_computed += sum(map(self.reuse.computed, chosen))
+        self.prefill_reused += sum(map(self.reuse.reused, chosen))
+        for u in chosen:
+            self.reuse.drop(u)  # the decoding state has its own copy
 
     def _step(self) -> None:
         request_R, input_R, position_R, sampled_R, key_R, forced_R, limit_R = self.state[:, : self.live]
@@ -431,6 +512,8 @@ class _Batch:
         request_R = self.state[_REQUEST, : self.live]
         sampled_R = self.state[_SAMPLED, : self.live]
         self.length_B[request_R[finished_R]] = sampled_R[finished_R]
+        if self.reuse.store is not None:
+            self._keep(finished_R)
         remaining = int((~finished_R).sum())
         hole = finished_R[:remaining].nonzero().squeeze(1)
         if len(hole):
@@ -446,6 +529,21 @@ class _Batch:
             self.columns = 0
             self.most_sampled = 0
 
+    def _keep(self, finished_R: Tensor) -> None:
+        """Keep the cache of the finished rows that a later turn may continue from."""
+        row_A = finished_R.nonzero().squeeze(1)
+        # The input of the next step, which has no keys and values yet, is at the row's position.
+        read_A = self.state[_POSITION, row_A].tolist()
+        for row, request, read in zip(row_A.tolist(), self.state[_REQUEST, row_A].tolist(), read_A, strict=True):
+            if self.reuse.keeps(request):
+                self.reuse.put(request, self.decode_state.read(row, read))
+
+    def _describe(self, token_BT: Any) -> None:
+        """Name the tokens of what was kept."""
+        for b, n in enumerate(self.length_B.tolist()):
+            if self.reuse.keeps(b):
+                self.reuse.describe(b, token_BT[b, :n].tolist(), self.routes.of(b, n) if self.routes else None)
+
     def _result(self) -> DecodeResult:
         # Once for all steps; a check in each would cost more.
         if self.logp_BT.isnan().any():
@@ -454,10 +552,16 @@ class _Batch:
         logp_BT = self.logp_BT.cpu().numpy()
         ends = self.controls.ends([token_BT[b, :n].tolist() for b, n in enumerate(self.length_B.tolist())], self.cut_B)
         length_B = [end.length for end in ends]
+        self._describe(token_BT)
         return DecodeResult(
             token_ids=[token_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             logp=[logp_BT[b, :n].tolist() for b, n in enumerate(length_B)],
             ends=ends,
             routes=self.routes.pack(length_B) if self.routes else [None] * len(length_B),
-            decoded=DecodeStats(steps=self.steps, rows=self.rows_computed),
+            decoded=DecodeStats(
+                steps=self.steps,
+                rows=self.rows_computed,
+                prefilled=self.prefill_computed,
+                reused=self.prefill_reused,
+            ),
         )

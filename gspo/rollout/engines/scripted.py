@@ -98,6 +98,9 @@ class ScriptedEngine:
     def sync(self, version: int) -> None:
         """Nothing to send: the log-probs are those of the learner's own model."""
 
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -317,6 +317,9 @@ class VllmEngine:
         if self._canary is not None:
             self._sync_weights(*self._canary, version)
 
+    def end_conversations(self, conversations: Sequence[str]) -> None:
+        """Nothing to free: vLLM has a prefix cache of its own."""
+
     def _sync_weights(self, prompts: Sequence[Prompt], sampling: Sampling, version: int) -> None:
         """Send the learner's weights, unless weights and version are unchanged and every vLLM still holds them."""
         assert self.context is not None

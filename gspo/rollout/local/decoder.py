@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm, linear
+from torch.nn.functional import grouped_mm, linear, pad
 
 from gspo.model.kernels.experts import is_gated_experts
 from gspo.model.kernels.packed_attention import attention_kinds
@@ -42,6 +42,7 @@ from gspo.rollout.local.attention import (
 )
 from gspo.rollout.local.blocks import BLOCK_SIZE, blocks_for
 from gspo.rollout.local.kernels import kernels_for
+from gspo.rollout.local.prefixes import KeptPrefix, Pairs
 from gspo.rollout.local.projections import (
     DOWN,
     GATE_UP,
@@ -53,7 +54,17 @@ from gspo.rollout.local.projections import (
     is_plain_layer,
 )
 from gspo.rollout.local.slots import INPUT, LIVE, POSITION, Slots, make_slots
-from gspo.rollout.local.states import RouteRecorder, forward_options, obstacle_in_trial, prefill_options
+from gspo.rollout.local.states import (
+    Prefixes,
+    PromptRest,
+    RouteRecorder,
+    additive_mask,
+    forward_options,
+    obstacle_in_trial,
+    prefill_options,
+    rest_of,
+    trial_starts,
+)
 
 FUSED = (
     "GraniteAttention",
@@ -117,6 +128,47 @@ class Decoder:
         with replaced_attention(self.model, attention):
             _, routes_ILK = self.recorder(lambda: self.model(input_ids=ids_UT, **options))
         return None if routes_ILK is None else routes_ILK.unflatten(0, ids_UT.shape)
+
+    def prefill_rest(
+        self, prompt_U: Sequence[tuple[int, ...]], block_U: Sequence[Sequence[int]], prefix_U: Prefixes
+    ) -> Tensor | None:
+        """The same for prompts whose first tokens were computed before; the experts of the others."""
+        for blocks, prefix in zip(block_U, prefix_U, strict=True):
+            if prefix is not None:
+                self._write(blocks, prefix.pairs)
+        rest = rest_of(prompt_U, prefix_U, self.model.device)
+        if not rest.ids_UT.numel():
+            return None
+        width = blocks_for(rest.columns)
+        table = [[*blocks, *[0] * (width - len(blocks))] for blocks in block_U]
+        table_UW = torch.tensor(table, device=self.model.device)
+        options = {**prefill_options(self.model), "use_cache": False}
+        with replaced_attention(self.model, _RestAttention(self, table_UW, rest)):
+            _, routes_ILK = self.recorder(
+                lambda: self.model(
+                    input_ids=rest.ids_UT, position_ids=rest.position_UT, attention_mask=self.mask, **options
+                )
+            )
+        return None if routes_ILK is None else routes_ILK.unflatten(0, rest.ids_UT.shape)
+
+    def read(self, blocks: Sequence[int], tokens: int) -> Pairs:
+        """A copy of the keys and values of the first tokens of a row."""
+        block_W = torch.tensor(blocks[: blocks_for(tokens)], dtype=torch.int64, device=self.model.device)
+
+        def copied(store: Tensor) -> Tensor:
+            return store[block_W].transpose(0, 1).flatten(1, 2)[:, :tokens].clone()
+
+        return {layer: (copied(keys), copied(values)) for layer, (keys, values) in self.cache.items()}
+
+    def _write(self, blocks: Sequence[int], pairs: Pairs) -> None:
+        """Write the keys and values of the first tokens of a row into its blocks."""
+        for layer, pair in pairs.items():
+            tokens = pair[0].shape[1]
+            width = blocks_for(tokens)
+            block_W = torch.tensor(blocks[:width], dtype=torch.int64, device=self.model.device)
+            for store, new in zip(self.cache[layer], pair, strict=True):
+                filled = pad(new, (0, 0, 0, width * BLOCK_SIZE - tokens))
+                store[block_W] = filled.unflatten(1, (width, BLOCK_SIZE)).transpose(0, 1).to(store.dtype)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy blocks `source` to blocks `target`."""
@@ -316,6 +368,40 @@ class _PrefillAttention(_PagedAttention):
             blocks[self.block_UT, :, self.column_T] = new.transpose(1, 2)
 
 
+class _RestAttention(_PagedAttention):
+    """Attention of the last tokens of prompts to all tokens before them, by the model's own function. Their keys and
+    values are in KV cache blocks, and new ones are written there first."""
+
+    def __init__(self, decoder: Decoder, table_UW: Tensor, rest: PromptRest) -> None:
+        super().__init__(decoder)
+        self.table_UW = table_UW
+        block_UT = table_UW.gather(1, rest.position_UT // BLOCK_SIZE)
+        self.block_UT = block_UT.where(rest.real_UT, 0)  # padding goes to block 0, which nobody reads
+        self.column_UT = rest.position_UT % BLOCK_SIZE
+        column_C = torch.arange(table_UW.shape[1] * BLOCK_SIZE, device=table_UW.device)
+        self.back_UTC = rest.position_UT[..., None] - column_C
+        self.masks: dict[int | None, Tensor] = {}
+        """By window."""
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        layer = self._layer(module, key, value)
+        keys, values = (
+            blocks[self.table_UW].transpose(1, 2).flatten(2, 3) for blocks in self.decoder.cache[layer.source]
+        )
+        if layer.window not in self.masks:
+            self.masks[layer.window] = additive_mask(self.back_UTC, layer.window, query.dtype)
+        return self.decoder.own(module, query, keys, values, self.masks[layer.window], options)
+
+    def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        return self.decoder.mask
+
+    def _store(self, cache: CACHE, key: Tensor, value: Tensor) -> None:
+        for blocks, new in zip(cache, (key, value), strict=True):
+            blocks[self.block_UT, :, self.column_UT] = new.transpose(1, 2)
+
+
 class _DecodeAttention(_PagedAttention):
     """Attention of one token per row to the KV cache blocks of the row."""
 
@@ -463,14 +549,34 @@ def obstacle_to_paging(model: Any) -> str | None:
     return obstacle_in_trial(model, open_trial)
 
 
-def _open_trial(model: Any, prompts: list[tuple[int, ...]], steps: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Prefill these prompts; the function that decodes one more token of each."""
+def obstacle_to_keeping(model: Any) -> str | None:
+    """Why a model that `obstacle_to_paging` accepts cannot continue from keys and values of an earlier call; None if it
+    can."""
+    return obstacle_in_trial(model, lambda prompts, steps: _open_trial(model, prompts, steps, continued=True))
+
+
+def _open_trial(
+    model: Any, prompts: list[tuple[int, ...]], steps: int, *, continued: bool = False
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Prefill these prompts; the function that decodes one more token of each. `continued`: the first tokens of the
+    prompts were computed by an earlier call."""
     rows = len(prompts)
     width = blocks_for(max(map(len, prompts)) + steps)
     slots = make_slots(rows, width, steps, model.device, None)
     decoder = Decoder(model, slots, 1 + rows * width, copies=_room_for_copies(model))
     blocks = [list(range(1 + r * width, 1 + (r + 1) * width)) for r in range(rows)]
-    decoder.prefill(prompts, blocks)
+    if continued:
+        starts = trial_starts(prompts)
+        decoder.prefill(starts, blocks)
+        kept = [
+            KeptPrefix(token_ids=ids, pairs=decoder.read(own, len(ids)))
+            for own, ids in zip(blocks, starts, strict=True)
+        ]
+        for store in (store for pair in decoder.cache.values() for store in pair):
+            store.zero_()
+        decoder.prefill_rest(prompts, blocks, [prefix if prefix.token_ids else None for prefix in kept])
+    else:
+        decoder.prefill(prompts, blocks)
     slots.table_SW.copy_(torch.tensor(blocks, dtype=torch.int32))
     slots.state[LIVE] = 1
 

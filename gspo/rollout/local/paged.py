@@ -36,7 +36,15 @@ from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
 from gspo.rollout.local.cuda_graphs import CudaGraphs
 from gspo.rollout.local.decoder import Decoder, bytes_per_block, linear_groups
 from gspo.rollout.local.projections import bytes_of_copies
-from gspo.rollout.local.sampling import DecodeResult, DeviceControls, Queue, last_tokens, nan_error, tail_of
+from gspo.rollout.local.sampling import (
+    DecodeResult,
+    DeviceControls,
+    PrefixReuse,
+    Queue,
+    last_tokens,
+    nan_error,
+    tail_of,
+)
 from gspo.rollout.local.slots import FIELDS, FORCED, LIVE, SAMPLED, make_slots
 from gspo.types import Routes
 
@@ -123,8 +131,10 @@ class PagedBatch:
         prefill_tokens: int,
         routers: Routers | None = None,
         blocks: int | None = None,
+        reuse: PrefixReuse | None = None,
     ) -> None:
         self.queue = queue
+        self.reuse = reuse or PrefixReuse(queue)
         self.controls = controls
         self.sampling = sampling = controls.sampling
         self.prefill_tokens = prefill_tokens
@@ -155,6 +165,10 @@ class PagedBatch:
         self.steps = 0
         self.rows_computed = 0
         """Rows of all steps so far, idle ones included."""
+        self.prefilled = 0
+        """Prompt tokens that were computed by prefill."""
+        self.reused = 0
+        """Prompt tokens that earlier calls had computed."""
         self.bucket = slots
         self.unpolled: list[tuple[int, Tensor, Any]] = []
         """Steps that the host has not polled: number, live flags after it, and the event after which they can be
@@ -180,8 +194,11 @@ class PagedBatch:
         # Rounded to sixteenths, so that small changes in free memory do not change which completions share a batch.
         needed = bytes_per_block(model) * wanted
         parts = min(16, 16 * room // needed)
-        # Sequences that decode together are worth more than fused projections.
-        return max(2 + 2 * self.width, wanted * parts // 16), room >= needed + bytes_of_copies(linear_groups(model))
+        # Sequences that decode together are worth more than fused projections, and both more than kept prefixes.
+        fused = needed + bytes_of_copies(linear_groups(model))
+        if self.reuse.store is not None:
+            self.reuse.store.give_way(room - (fused if room >= fused else needed))
+        return max(2 + 2 * self.width, wanted * parts // 16), room >= fused
 
     def run(self) -> DecodeResult:
         """Sample every completion of the queue."""
@@ -283,6 +300,7 @@ class PagedBatch:
         self.requests_left[u] -= 1
         if not self.requests_left[u]:
             admission.unused.extend(self.prompt_blocks.pop(u))
+            self.reuse.drop(u)
         return True
 
     def _blocks_needed(self, position: int) -> int:
@@ -293,10 +311,9 @@ class PagedBatch:
         """Prefill the next prompts of the queue together, as many as tokens and blocks allow; False if the first does
         not fit. It always fits when no row is live."""
         first = self.queue.prompt_of_B[self.waiting[-1]]
-        widest = len(self.queue.prompt_U[first])
-        most = max(1, min(self.prefill_tokens // widest, blocks_for(self.prefill_tokens)))
+        most = min(first + blocks_for(self.prefill_tokens), len(self.queue.prompt_U))
         chosen: list[int] = []
-        for u in range(first, min(first + most, len(self.queue.prompt_U))):
+        for u in self.reuse.fitting(range(first, most), self.prefill_tokens):
             if u in self.prompt_blocks or not self.requests_left[u]:
                 continue
             room = self.blocks.available - blocks_for(len(self.queue.prompt_U[u]) - 1)
@@ -309,19 +326,25 @@ class PagedBatch:
             chosen.append(u)
         if chosen:
             prompts = [self.queue.prompt_U[u][:-1] for u in chosen]
+            blocks_U = [self.prompt_blocks[u] for u in chosen]
+            prefix_U = [self.reuse.prefix(u) for u in chosen]
             self._record_prompt_routes(
-                chosen, prompts, self.decoder.prefill(prompts, [self.prompt_blocks[u] for u in chosen])
+                chosen,
+                self.decoder.prefill_rest(prompts, blocks_U, prefix_U)
+                if any(prefix_U)
+                else self.decoder.prefill(prompts, blocks_U),
             )
+            self.prefilled += sum(map(self.reuse.computed, chosen))
+            self.reused += sum(map(self.reuse.reused, chosen))
         return first in self.prompt_blocks
 
-    def _record_prompt_routes(
-        self, chosen: list[int], prompts: list[tuple[int, ...]], routes_UTLK: Tensor | None
-    ) -> None:
+    def _record_prompt_routes(self, chosen: list[int], routes_UTLK: Tensor | None) -> None:
         if self.routers is None:
             return
         empty = torch.zeros(0, self.routers.layers, self.routers.top_k, dtype=self.routers.compact)
-        for i, (u, ids) in enumerate(zip(chosen, prompts, strict=True)):
-            self.prompt_routes[u] = empty if routes_UTLK is None else routes_UTLK[i, : len(ids)].cpu()
+        for i, u in enumerate(chosen):
+            new = empty if routes_UTLK is None else routes_UTLK[i, : self.reuse.computed(u)].cpu()
+            self.prompt_routes[u] = self.reuse.routes(u, new)
 
     def _write_slots(self, admission: _Admission) -> None:
         """Write the admitted rows to the device."""
@@ -487,7 +510,10 @@ class PagedBatch:
                 routes=None if routes is None else _to_host(routes[at, :longest]),
             )
         )
-        for s, row in zip(finished, rows, strict=True):
+        for s, row, length in zip(finished, rows, lengths, strict=True):
+            if self.reuse.keeps(row.request):
+                # Queued before anything that could write to the blocks again.
+                self.reuse.put(row.request, self.decoder.read(row.blocks, row.position + length))
             self.blocks.free(row.blocks)
             self.rows[s] = None
         self.out_of_blocks = False
@@ -530,25 +556,35 @@ class PagedBatch:
                 token[b] = token_AT[i, :n].tolist()
                 logp[b] = logp_AT[i, :n].tolist()
                 cut[b] = rows.cut[i]
+                if self.reuse.keeps(b):
+                    self.reuse.describe(b, token[b], self._routes_of(rows, i, n))
         ends = self.controls.ends(token, cut)
         return DecodeResult(
             token_ids=[ids[: end.length] for ids, end in zip(token, ends, strict=True)],
             logp=[values[: end.length] for values, end in zip(logp, ends, strict=True)],
             ends=ends,
             routes=self._routes([end.length for end in ends]),
-            decoded=DecodeStats(steps=self.steps, rows=self.rows_computed),
+            decoded=DecodeStats(
+                steps=self.steps, rows=self.rows_computed, prefilled=self.prefilled, reused=self.reused
+            ),
         )
 
     def _routes(self, length_B: list[int]) -> list[Routes | None]:
         """The experts of each completion and its prompt; None if they are not recorded."""
         routes: list[Routes | None] = [None] * len(length_B)
         for rows in self.finished:
-            if self.routers is None or rows.routes is None:
-                continue
             for i, b in enumerate(rows.requests):
-                own = rows.routes[i, self.queue.start_B[b] : length_B[b]]
-                routes[b] = self.routers.pack(torch.cat([self.request_prompt_routes[b], own]))
+                own = self._routes_of(rows, i, length_B[b])
+                routes[b] = None if own is None or self.routers is None else self.routers.pack(own)
         return routes
+
+    def _routes_of(self, rows: _FinishedRows, i: int, length: int) -> Tensor | None:
+        """The experts of a prompt and its completion of this length, but for the last token, which no forward has
+        read."""
+        if rows.routes is None:
+            return None
+        b = rows.requests[i]
+        return torch.cat([self.request_prompt_routes[b], rows.routes[i, self.queue.start_B[b] : length]])
 
     def _to_device(self, numbers: Sequence[Any]) -> Tensor:
         """Copy integers to the device without waiting for it."""

@@ -1,14 +1,14 @@
 """Sampling requests with their random streams, and sampling one token per row from them.
 
 In: the prompts of one call; later the logits of each step. Out: a `Queue` of requests, which an engine admits in its
-order; tokens and their log-probs under the distribution they were sampled from. Invariant: a token depends only on its
-own logits, the stream of its request and the position in that stream. So the order of requests and the composition of a
-batch affect speed and nothing else.
+order; what they reuse of earlier turns of their conversations (`PrefixReuse`); tokens and their log-probs under the
+distribution they were sampled from. Invariant: a token depends only on its own logits, the stream of its request and
+the position in that stream. So the order of requests and the composition of a batch affect speed and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,11 @@ from torch import Tensor
 
 from gspo.errors import FLOAT16_HINT, NumericalError
 from gspo.rollout.engine import Controls, DecodeStats, End, Extension, Tail, ends_thinking, stream_key
+from gspo.rollout.local.prefixes import KeptPrefix, Pairs, PrefixStore
 from gspo.types import Prompt, Routes, Sampling, StopReason
 
+MOST_READ = 8
+"""Tokens that prompts attend to when they are prefilled together, for each token that may be computed."""
 GREEDY = -1
 """The stream key of a row that is decoded greedily. Keys of random streams are never negative."""
 
@@ -40,6 +43,8 @@ class Queue:
     """The number of tokens at which each completion is cut, or is over."""
     forced_B: list[bool]
     """Whether the end of its thinking is inserted, or was, as far as its tokens so far decide that."""
+    conversation_B: list[str]
+    """The conversation that each completion is a turn of; empty if none follows."""
 
     @property
     def positions(self) -> int:
@@ -64,6 +69,7 @@ class _Request:
     start: int
     limit: int
     forced: bool
+    conversation: str = ""
 
 
 def make_queue(prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, seed: int, stream: str) -> Queue:
@@ -82,6 +88,7 @@ def make_queue(prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, s
                 start=0,
                 limit=sampling.max_tokens,
                 forced=False,
+                conversation=prompt.conversation,
             )
             for p, prompt in enumerate(prompts)
             for sample in range(samples)
@@ -121,7 +128,81 @@ def _queue(requests: Sequence[_Request]) -> Queue:
         start_B=[r.start for r in ordered],
         limit_B=[r.limit for r in ordered],
         forced_B=[r.forced for r in ordered],
+        conversation_B=[r.conversation for r in ordered],
     )
+
+
+class PrefixReuse:
+    """What the turns of one call reuse of earlier ones, and keep for later ones."""
+
+    def __init__(self, queue: Queue, store: PrefixStore | None = None, *, routed: bool = False) -> None:
+        """Without a store, nothing is reused or kept."""
+        self.store = store
+        self._queue = queue
+        self._prefix_U: list[KeptPrefix | None] = [None] * len(queue.prompt_U)
+        for u, conversation in zip(queue.prompt_of_B, queue.conversation_B, strict=True):
+            if store is None or not conversation:
+                continue
+            # The last prompt token is the first input of decoding, which computes its keys and values.
+            found = store.take(conversation, queue.prompt_U[u][:-1], routed=routed)
+            before = self._prefix_U[u]
+            # Conversations that are the same so far share a prompt.
+            if found is not None and (before is None or len(found.token_ids) > len(before.token_ids)):
+                self._prefix_U[u] = found
+
+    def prefix(self, u: int) -> KeptPrefix | None:
+        """The prefix of a prompt that need not be computed."""
+        return self._prefix_U[u]
+
+    def reused(self, u: int) -> int:
+        """Its number of tokens."""
+        prefix = self._prefix_U[u]
+        return 0 if prefix is None else len(prefix.token_ids)
+
+    def computed(self, u: int) -> int:
+        """The number of tokens of a prompt that prefill computes."""
+        return len(self._queue.prompt_U[u]) - 1 - self.reused(u)
+
+    def fitting(self, candidates: Iterable[int], tokens: int) -> list[int]:
+        """The first of these prompts that can be prefilled together, padded to at most `tokens` tokens; at least
+        one."""
+        chosen: list[int] = []
+        widest = longest = 1
+        for u in candidates:
+            widest = max(widest, self.computed(u) + 1)
+            longest = max(longest, len(self._queue.prompt_U[u]))
+            # The keys and values that they attend to are gathered, which takes memory, too.
+            if chosen and max(widest, longest / MOST_READ) * (len(chosen) + 1) > tokens:
+                break
+            chosen.append(u)
+        return chosen
+
+    def routes(self, u: int, computed: Tensor) -> Tensor:
+        """The experts of a prompt, [tokens, L, K], from those of what was computed: those of its prefix are from the
+        turn that computed them."""
+        prefix = self._prefix_U[u]
+        return computed if prefix is None or prefix.routes is None else torch.cat([prefix.routes, computed])
+
+    def drop(self, u: int) -> None:
+        """Free the prefix of a prompt whose completions have all been admitted."""
+        self._prefix_U[u] = None
+
+    def keeps(self, request: int) -> bool:
+        """Whether a later call may continue from the completion of a request."""
+        return self.store is not None and bool(self._queue.conversation_B[request])
+
+    def put(self, request: int, pairs: Pairs) -> None:
+        """Keep the keys and values of a request that has finished."""
+        assert self.store is not None
+        self.store.put(self._queue.conversation_B[request], pairs)
+
+    def describe(self, request: int, token_ids: Sequence[int], routes: Tensor | None) -> None:
+        """Name what was kept of a request: it has sampled `token_ids`, and `routes` are the experts of the tokens that
+        the model has read. It has not read the last one."""
+        assert self.store is not None
+        queue = self._queue
+        ids = (*queue.prompt_U[queue.prompt_of_B[request]], *token_ids)[:-1]
+        self.store.describe(queue.conversation_B[request], ids, routes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,10 @@ from gspo.model.micro_batch import padded
 from gspo.model.out_of_memory import out_of_memory
 from gspo.model.routing import Routers
 from gspo.rollout.engine import eval_mode
+from gspo.rollout.local.prefixes import KeptPrefix, Pairs
 
+Prefixes = Sequence[KeptPrefix | None]
+"""What need not be computed of each prompt; empty if nothing."""
 BLOCK = 64
 """The minimum number of columns by which a cache grows."""
 
@@ -33,12 +37,15 @@ BLOCK = 64
 class DecodeState(Protocol):
     """The tokens of every slot, as the model needs them for the next step. Live rows come first; column = position."""
 
-    def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
+    def prefill(self, prompt_U: list[tuple[int, ...]], prefix_U: Prefixes = ()) -> Tensor | None:
         """Prefill prompts together and hold them until the next call; the experts of each token, [U, T, L, K], if
-        recorded."""
+        recorded. Only the tokens after the prefixes are computed, and have experts here."""
 
     def admit(self, first: int, prompt_A: Tensor, columns: int) -> None:
         """Copy held prompts to rows `first ...`. `prompt_A` are indices into the prompts of the last `prefill`."""
+
+    def read(self, row: int, tokens: int) -> Pairs:
+        """A copy of the keys and values of the first tokens of a row."""
 
     def move(self, source: Tensor, target: Tensor, columns: int) -> None:
         """Copy rows `source` to rows `target`."""
@@ -68,7 +75,8 @@ class KVCacheState:
         self.model = model
         self.recorder = RouteRecorder(routers)
         self.cache = _KeyValueCache(slots, limit)
-        self.held = DynamicCache()
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of the prompts that were prefilled last, [U, heads, columns, head_dim] per layer."""
         self.kinds = self._kinds()
         self.column_C = torch.arange(limit, device=model.device)
         self.options = forward_options(model)
@@ -78,29 +86,55 @@ class KVCacheState:
         assert kinds is not None
         return kinds
 
-    def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
-        # Without a config, a DynamicCache keeps all columns in every layer, including sliding-window layers. The model
-        # builds the masks itself.
-        self.held = DynamicCache()
+    def prefill(self, prompt_U: list[tuple[int, ...]], prefix_U: Prefixes = ()) -> Tensor | None:
+        self.held = {}
+        if any(prefix_U):
+            return self._prefill_rest(prompt_U, prefix_U)
         if not len(prompt_U[0]):
             return None
+        # Without a config, a DynamicCache keeps all columns in every layer, including sliding-window layers. The model
+        # builds the masks itself.
+        held = DynamicCache()
         ids_UT = padded(prompt_U, self.model.device)
-        options = {"past_key_values": self.held, "use_cache": True, **prefill_options(self.model)}
+        options = {"past_key_values": held, "use_cache": True, **prefill_options(self.model)}
         _, routes_ILK = self.recorder(lambda: self.model(input_ids=ids_UT, **options))
+        layers: list[Any] = held.layers
+        self.held = {i: (layer.keys, layer.values) for i, layer in enumerate(layers)}
         return None if routes_ILK is None else routes_ILK.unflatten(0, ids_UT.shape)
+
+    def _prefill_rest(self, prompt_U: list[tuple[int, ...]], prefix_U: Prefixes) -> Tensor | None:
+        """Prefill prompts whose first tokens were computed before: a step of several tokens per row."""
+        rest = rest_of(prompt_U, prefix_U, self.model.device)
+        held = _KeyValueCache(len(prompt_U), rest.columns)
+        held.reserve(rest.columns)
+        for u, prefix in enumerate(prefix_U):
+            for layer, (keys, values) in (prefix.pairs if prefix else {}).items():
+                held.put(layer, u, keys[None], values[None])
+        routes_ILK = None
+        if rest.ids_UT.numel():
+            held.aim(rest.position_UT, rest.columns)
+            options = {"past_key_values": held, "use_cache": True, **prefill_options(self.model)}
+            mask = self._mask(rest.position_UT, rest.columns)
+            _, routes_ILK = self.recorder(
+                lambda: self.model(input_ids=rest.ids_UT, position_ids=rest.position_UT, attention_mask=mask, **options)
+            )
+        self.held = held.pair
+        return None if routes_ILK is None else routes_ILK.unflatten(0, rest.ids_UT.shape)
 
     def admit(self, first: int, prompt_A: Tensor, columns: int) -> None:
         self.cache.reserve(columns)
-        layers: list[Any] = self.held.layers
-        for layer, held in enumerate(layers):
-            self.cache.put(layer, first, held.keys[prompt_A], held.values[prompt_A])
+        for layer, (keys, values) in self.held.items():
+            self.cache.put(layer, first, keys[prompt_A], values[prompt_A])
+
+    def read(self, row: int, tokens: int) -> Pairs:
+        return self.cache.read(row, tokens)
 
     def move(self, source: Tensor, target: Tensor, columns: int) -> None:
         self.cache.move(source, target, columns)
 
     def step(self, input_R: Tensor, position_R: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
-        self.cache.aim(position_R, columns)
-        mask = self._mask(position_R, columns)
+        self.cache.aim(position_R[:, None], columns)
+        mask = self._mask(position_R[:, None], columns)
         output, routes_RLK = self.recorder(
             lambda: self.model(
                 input_ids=input_R[:, None],
@@ -113,19 +147,50 @@ class KVCacheState:
         )
         return output.logits[:, -1], routes_RLK
 
-    def _mask(self, position_R: Tensor, columns: int) -> Any:
-        """The additive attention mask, [rows, 1, 1, columns]; one per kind of layer if the model has several kinds."""
-        back_RC = position_R[:, None] - self.column_C[:columns]
-        masks = {kind: self._additive(back_RC, window) for kind, window in self.kinds.items()}
+    def _mask(self, position_RT: Tensor, columns: int) -> Any:
+        """The additive attention mask, [rows, 1, T, columns]; one per kind of layer if the model has several kinds."""
+        back_RTC = position_RT[..., None] - self.column_C[:columns]
+        masks = {kind: additive_mask(back_RTC, window, self.model.dtype) for kind, window in self.kinds.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _additive(self, back_RC: Tensor, window: int | None) -> Tensor:
-        hidden_RC = back_RC < 0  # columns after the row's position are stale or not written yet
-        if window is not None:
-            hidden_RC |= back_RC >= window
-        mask_RC = torch.zeros(hidden_RC.shape, dtype=self.model.dtype, device=hidden_RC.device)
-        # The smallest finite number, not -inf: a row in which everything is masked would become NaN.
-        return mask_RC.masked_fill_(hidden_RC, torch.finfo(self.model.dtype).min)[:, None, None]
+
+def additive_mask(back_RTC: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """The mask of tokens that are `back` columns after the others, [rows, 1, T, columns]."""
+    hidden_RTC = back_RTC < 0  # columns after a token's position are stale or not written yet
+    if window is not None:
+        hidden_RTC |= back_RTC >= window
+    mask_RTC = torch.zeros(hidden_RTC.shape, dtype=dtype, device=hidden_RTC.device)
+    # The smallest finite number, not -inf: a row in which everything is masked would become NaN.
+    return mask_RTC.masked_fill_(hidden_RTC, torch.finfo(dtype).min)[:, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRest:
+    """What is left to compute of prompts whose first tokens were computed before, padded on the right."""
+
+    ids_UT: Tensor
+    position_UT: Tensor
+    """Padding has the position after the longest prompt, or less: always one that no prompt has yet."""
+    real_UT: Tensor
+    """Whether a token is no padding."""
+    columns: int
+    """Positions of all prompts, and one for padding."""
+
+
+def rest_of(prompt_U: Sequence[tuple[int, ...]], prefix_U: Prefixes, device: torch.device) -> PromptRest:
+    """What is left to compute of prompts."""
+    start_U = [len(prefix.token_ids) if prefix else 0 for prefix in prefix_U]
+    rest_U = [ids[start:] for ids, start in zip(prompt_U, start_U, strict=True)]
+    longest = max(map(len, prompt_U))
+    column_T = torch.arange(max(map(len, rest_U)), device=device)
+    length_U1 = torch.tensor(list(map(len, rest_U)), device=device)[:, None]
+    position_UT = torch.tensor(start_U, device=device)[:, None] + column_T
+    return PromptRest(
+        ids_UT=padded(rest_U, device),
+        position_UT=position_UT.clamp(max=longest),
+        real_UT=column_T < length_U1,
+        columns=longest + 1,
+    )
 
 
 class _KeyValueCache(Cache):
@@ -170,25 +235,33 @@ class _KeyValueCache(Cache):
             for store in pair:
                 store[target, :, :columns] = store[source, :, :columns]
 
-    def aim(self, position_R: Tensor, columns: int) -> None:
-        """Make the next forward write each row at its position and read `columns` columns."""
+    def read(self, row: int, tokens: int) -> Pairs:
+        """A copy of the first columns of a row."""
+        return {
+            layer: (keys[row, :, :tokens].clone(), values[row, :, :tokens].clone())
+            for layer, (keys, values) in self.pair.items()
+        }
+
+    def aim(self, position_RT: Tensor, columns: int) -> None:
+        """Make the next forward write the tokens of each row at their positions, and read `columns` columns."""
         self.reserve(columns)
-        self.row_R = torch.arange(len(position_R), device=position_R.device)
-        self.position_R = position_R
+        self.row_R1 = torch.arange(len(position_RT), device=position_RT.device)[:, None]
+        self.position_RT = position_RT
         self.columns = columns
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = self._layer(layer_idx, (key_states, value_states))
-        rows = len(self.row_R)
-        # Under autocast, a layer may produce another dtype than it did for the prompt.
-        keys[self.row_R, :, self.position_R] = key_states[:, :, 0].to(keys.dtype)
-        values[self.row_R, :, self.position_R] = value_states[:, :, 0].to(values.dtype)
+        rows = len(self.row_R1)
+        # Under autocast, a layer may produce another dtype than it did for the prompt. Indices around a slice move to
+        # the front: [R, T, heads, size].
+        keys[self.row_R1, :, self.position_RT] = key_states.transpose(1, 2).to(keys.dtype)
+        values[self.row_R1, :, self.position_RT] = value_states.transpose(1, 2).to(values.dtype)
         return keys[:rows, :, : self.columns], values[:rows, :, : self.columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self.columns - 1, 0)
+        return max(self.columns - self.position_RT.shape[1], 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.columns, 0
@@ -223,11 +296,12 @@ class HybridCacheState(KVCacheState):
         window = getattr(self.model.config.get_text_config(decoder=True), "sliding_window", None)
         return {"full_attention": None, "sliding_attention": window}
 
-    def _mask(self, position_R: Tensor, columns: int) -> Any:
-        masks: dict[str, Tensor | None] = dict(super()._mask(position_R, columns))
+    def _mask(self, position_RT: Tensor, columns: int) -> Any:
+        masks: dict[str, Tensor | None] = dict(super()._mask(position_RT, columns))
         return {**masks, "linear_attention": None, "conv": None}
 
-    def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
+    def prefill(self, prompt_U: list[tuple[int, ...]], prefix_U: Prefixes = ()) -> Tensor | None:
+        assert not any(prefix_U), "recurrent states of earlier tokens are not kept"
         self.pair_U, self.state_U = {}, {}
         longest = max(map(len, prompt_U))
         routes_UTLK = None
@@ -295,12 +369,12 @@ class _HybridCache(_KeyValueCache):
         for state in self.states.values():
             state[target] = state[source]
 
-    def aim(self, position_R: Tensor, columns: int) -> None:
-        super().aim(position_R, columns)
+    def aim(self, position_RT: Tensor, columns: int) -> None:
+        super().aim(position_RT, columns)
         for (layer, name, index), state in self.states.items():
             of_layer: Any = self.layers[layer]
             # A view: the layer writes its new state into it.
-            getattr(of_layer, name)[index] = state[: len(position_R)]
+            getattr(of_layer, name)[index] = state[: len(position_RT)]
             getattr(of_layer, f"is_{name}_initialized")[index] = True
             of_layer.has_previous_state[index] = True
             if name == "conv_states":
@@ -354,7 +428,8 @@ class RecomputeState:
         self.held_UT = self.ids[:0]
         self.options = forward_options(model)
 
-    def prefill(self, prompt_U: list[tuple[int, ...]]) -> Tensor | None:
+    def prefill(self, prompt_U: list[tuple[int, ...]], prefix_U: Prefixes = ()) -> Tensor | None:
+        assert not any(prefix_U), "there is no cache to keep"
         self.held_UT = padded(prompt_U, self.model.device)
         if self.recorder.routers is None or not len(prompt_U[0]):
             return None
@@ -366,6 +441,9 @@ class RecomputeState:
 
     def move(self, source: Tensor, target: Tensor, columns: int) -> None:
         self.ids[target] = self.ids[source]
+
+    def read(self, row: int, tokens: int) -> Pairs:
+        raise NotImplementedError("there is no cache to keep")
 
     def step(self, input_R: Tensor, position_R: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
         self.ids[torch.arange(len(input_R), device=input_R.device), position_R] = input_R
@@ -420,6 +498,14 @@ def obstacle_to_cache(model: Any) -> str | None:
     return obstacle_in_trial(model, lambda prompts, steps: _open_trial(model, prompts, steps))
 
 
+def obstacle_to_keeping(model: Any) -> str | None:
+    """Why a model that `obstacle_to_cache` accepts cannot continue from keys and values of an earlier call; None if it
+    can."""
+    if hybrid_layers(model.config) is not None:
+        return f"{type(model).__name__} has recurrent layers, whose states exist for the last token only"
+    return obstacle_in_trial(model, lambda prompts, steps: _open_continued_trial(model, prompts, steps))
+
+
 def _limits_time_steps(module: Any) -> bool:
     """Whether a layer clamps its time steps, as Nemotron-H does, in forwards of several tokens only."""
     limits = getattr(module, "time_step_limit", None)
@@ -432,6 +518,26 @@ def _open_trial(model: Any, prompts: list[tuple[int, ...]], steps: int) -> Calla
     rows.prefill(prompts)
     rows.admit(0, torch.arange(len(prompts), device=model.device), longest)
     return lambda token_R, position_R: rows.step(token_R, position_R, int(position_R.max()) + 1)[0]
+
+
+def _open_continued_trial(model: Any, prompts: list[tuple[int, ...]], steps: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The same with prompts whose first tokens were computed by an earlier call."""
+    longest = max(map(len, prompts))
+    earlier = cache_state(model, len(prompts), longest)
+    starts = trial_starts(prompts)
+    earlier.prefill(starts)
+    earlier.admit(0, torch.arange(len(prompts), device=model.device), longest)
+    rows = cache_state(model, len(prompts), longest + steps)
+    kept = [KeptPrefix(token_ids=ids, pairs=earlier.read(row, len(ids))) for row, ids in enumerate(starts)]
+    rows.prefill(prompts, [prefix if prefix.token_ids else None for prefix in kept])
+    rows.admit(0, torch.arange(len(prompts), device=model.device), longest)
+    return lambda token_R, position_R: rows.step(token_R, position_R, int(position_R.max()) + 1)[0]
+
+
+def trial_starts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The tokens that an earlier call has computed: half of a prompt, and once all, and once none."""
+    counts = [len(prompts[0]), *(len(ids) // 2 for ids in prompts[1:-1]), 0]
+    return [ids[:count] for ids, count in zip(prompts, counts, strict=True)]
 
 
 TrialDecoder = Callable[[list[tuple[int, ...]], int], Callable[[Tensor, Tensor], Tensor]]

@@ -13,6 +13,7 @@ from typing import Any
 
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
+from gspo.record.ledger import BatchHistory
 from gspo.record.metrics import step_metrics
 from gspo.reduction import combined
 from gspo.rollout.gather import CollectResult, RolloutState
@@ -43,11 +44,16 @@ class Agreement:
     """The metric with the largest difference; empty if all agree."""
     worst_difference: float
     """Relative."""
+    ledger: bool | None
+    """Whether the ledger names the same prompts and the same version of the weights; `None` without one."""
+    weights: bool | None
+    """Whether the weights after the step are bitwise those of its checkpoint; `None` if there is none."""
 
     @property
     def exact(self) -> bool:
         """Whether everything agrees."""
-        return self.logp <= LOGP_TOLERANCE and not self.other_completions and self.worst_difference <= METRIC_TOLERANCE
+        numbers = self.logp <= LOGP_TOLERANCE and self.worst_difference <= METRIC_TOLERANCE
+        return numbers and not self.other_completions and self.ledger is not False and self.weights is not False
 
     @property
     def logp(self) -> float:
@@ -61,8 +67,11 @@ def agreement(
     recorded: StepRecord,
     learned: LearnResult | None,
     metrics: Mapping[str, Any] | None,
+    history: BatchHistory | None,
+    weights: bool | None,
 ) -> Agreement:
-    """Compare a step with its record."""
+    """Compare a step with its record. `history` is its batch in the ledger. `weights` says whether they are those of
+    the step's checkpoint."""
     old, new, tokens, other = _logp_differences(recorded, learned)
     # The metrics of a batch do not depend on its version and on its place in the data order, which are not known here.
     collected = CollectResult(rollouts=recorded.rollouts, version=0, after=RolloutState())
@@ -84,7 +93,18 @@ def agreement(
         metrics=len(keys),
         worst_metric=worst if worst and differences[worst] else "",
         worst_difference=differences.get(worst, 0.0),
+        ledger=None if history is None else _as_in_ledger(recorded, history),
+        weights=weights,
     )
+
+
+def _as_in_ledger(recorded: StepRecord, history: BatchHistory) -> bool:
+    sampled = recorded.rollouts.sampled
+    # A prompt whose completions were all dropped has no record (`rollout.over_lag`).
+    prompts = {group.prompt.id for group in sampled} <= set(history.prompts or ())
+    # A batch that a checkpoint has kept was issued by an earlier process, and a resume makes that line void.
+    versions = {line["version"] for line in history.issued[-1:]}
+    return prompts and (not versions or {c.version for g in sampled for c in g.completions} == versions)
 
 
 def _logp_differences(recorded: StepRecord, learned: LearnResult | None) -> tuple[float, float, int, int]:

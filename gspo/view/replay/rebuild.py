@@ -20,6 +20,7 @@ from gspo.errors import CheckpointError, ConfigError, DataError, MemoryLimitErro
 from gspo.learner import checkpoint
 from gspo.learner.batch import TrainBatch, prepare_batch
 from gspo.learner.result import LearnResult
+from gspo.model.load import has_weights
 from gspo.model.out_of_memory import out_of_memory
 from gspo.objectives.adaptive_clip import with_scaled_range
 from gspo.step import learn
@@ -73,7 +74,16 @@ def rebuild(
         learner.optimizer.config = source.learner_at(now)
         learner.optimizer.total_updates = source.steps_planned(now) * source.config.learner.mini_batches
         learned = _learn(source, learner, recorded, now, before_update if now == step else None)
-        agreements.append(agreement(now, learner.objective, recorded, learned, source.metrics(now)))
+        compared = agreement(
+            now,
+            learner.objective,
+            recorded,
+            learned,
+            source.metrics(now),
+            source.ledger.get(now),
+            _has_weights_of(source, now, learner),
+        )
+        agreements.append(compared)
         # A run adapts its clip range only after steps that trained.
         if adaptive and learned:
             scale = adaptive.next_scale(base, scale, learned.tokens)
@@ -83,6 +93,15 @@ def rebuild(
             "--step"
         )
     return ReplayedStep(step=step, start=start, learned=learned, agreements=tuple(agreements))
+
+
+def _has_weights_of(source: Source, step: int, learner: LearnContext) -> bool | None:
+    """Whether the weights are those of the checkpoint of this step; `None` if it has none."""
+    path = source.checkpoints.get(step)
+    # A run that is still training may delete or replace it.
+    if path is None or checkpoint.damage(path):
+        return None
+    return has_weights(learner.policy, saved_model(source.config.model, path, "cpu"))
 
 
 def _learn(

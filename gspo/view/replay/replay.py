@@ -33,6 +33,8 @@ class Request:
 
     run: str
     step: int | None = None
+    start: int | None = None
+    """The checkpoint to start from; `None` for the newest one before the step."""
     objectives: str = ALL
     sweeps: Sequence[str] = ()
     mini_batch: int | None = None
@@ -96,7 +98,7 @@ def compute(request: Request) -> Replay:
     # The file of a custom objective runs in `_check` already.
     trust.check(source.path, trust.objective_code(source.config), trust=request.trust_run)
     _check(source, request, sweeps)
-    step, start = source.start_of(request.step)
+    step, start = source.start_of(request.step, request.start)
     # A checkpoint may contain model code, which loading executes. Ask before anything is loaded.
     models = [source.checkpoints[start], *((m.path,) if (m := reference_model(source, request.device)) else ())]
     trust.check(source.path, trust.model_code(source.config.model, models), trust=request.trust_run)

@@ -9,6 +9,7 @@ from gspo.view.compare.wording import listed, plain, share
 from gspo.view.replay.agreement import Agreement
 from gspo.view.replay.measure import ReplayNumbers, SweepResult
 from gspo.view.replay.replay import Replay
+from gspo.view.replay.source import ranges
 
 SIMILAR = 0.99
 """Gradients with at least this cosine are called similar."""
@@ -39,7 +40,9 @@ def agreement(replay: Replay) -> tuple[str, bool]:
         metrics = "its metrics are not written yet"
         if measured:
             metrics = f"{min(a.metrics for a in measured)} metrics per step are reproduced"
-        return f"Exact: {span} agree{s} with the run ({difference}, which is rounding; {metrics}).", False
+        saved = [a.step for a in steps if a.weights]
+        weights = f"; bitwise the weights of checkpoint{'s' * (len(saved) > 1)} {ranges(saved)}" * bool(saved)
+        return f"Exact: {span} agree{s} with the run ({difference}, which is rounding; {metrics}{weights}).", False
     return (
         f"NOT exact: {span} differ{s} from the run ({difference}{_other_differences(steps, measured)}). Possible "
         "causes are another device, precision, thread count or library version, or modified files. The numbers below "
@@ -54,6 +57,10 @@ def _other_differences(steps: tuple[Agreement, ...], measured: list[Agreement]) 
         text += f"; relative difference of {worst.worst_metric} {worst.worst_difference:.1e}"
     if other := sum(a.other_completions for a in steps):
         text += f"; {other} completions were trained on in only one of the two"
+    if others := [a.step for a in steps if a.weights is False]:
+        text += f"; other weights than in checkpoint{'s' * (len(others) > 1)} {ranges(others)}"
+    if others := [a.step for a in steps if a.ledger is False]:
+        text += f"; other batches than in the ledger in step{'s' * (len(others) > 1)} {ranges(others)}"
     return text
 
 

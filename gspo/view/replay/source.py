@@ -7,9 +7,9 @@ nothing is locked, so a replay never disturbs a running trainer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count, pairwise
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from gspo.errors import CheckpointError, ConfigError, DataError
 from gspo.learner import checkpoint
 from gspo.learner.optimizer import TUNABLE
 from gspo.record import rollbacks, run_format
+from gspo.record.ledger import BatchHistory, read_ledger
 from gspo.record.rollbacks import Rollback
 from gspo.record.run_dir import read_events, read_metrics
 
@@ -34,6 +35,8 @@ class Source:
     """Steps with recorded completions."""
     events: Sequence[Mapping[str, Any]]
     rollbacks: Sequence[Rollback] = ()
+    ledger: Mapping[int, BatchHistory] = field(default_factory=dict)
+    """The batch that each step trained on, if the run has a ledger (`rollout.max_lag`)."""
 
     def rollouts(self, step: int) -> Path:
         """The file with the completions of a step."""
@@ -50,23 +53,27 @@ class Source:
     @property
     def replayable(self) -> list[int]:
         """Steps after a checkpoint for which every step since that checkpoint has recorded completions."""
-        found = set()
-        for start in self.checkpoints:
-            for step in count(start + 1):
-                if step not in self.recorded:
-                    break
-                found.add(step)
-        return sorted(found)
+        return sorted({step for start in self.checkpoints for step in self._after(start)})
 
-    def start_of(self, step: int | None) -> tuple[int, int]:
-        """(step to replay, newest checkpoint before it). Without a step: the last one that can be replayed."""
+    def _after(self, start: int) -> list[int]:
+        """The steps from `start` on that have recorded completions, up to the first one that has none."""
+        return list(takewhile(self.recorded.__contains__, count(start + 1)))
+
+    def start_of(self, step: int | None, start: int | None = None) -> tuple[int, int]:
+        """(step to replay, checkpoint before it). Without a step: the last one that can be replayed. Without a
+        checkpoint: the newest one."""
         steps = self.replayable
+        if start is not None:
+            steps = self._after(start)
+            if start not in self.checkpoints:
+                there = ranges(self.checkpoints) or "there is none"
+                raise CheckpointError(f"{self.path}: --from: there is no checkpoint {start}; choose one of: {there}")
         if step is None and steps:
             step = steps[-1]
         if step is None or step not in steps:
             raise CheckpointError(self._why_not(step, steps))
         # The newest one, because every step in between must be recomputed.
-        return step, max(c for c in self.checkpoints if c < step)
+        return step, max(c for c in self.checkpoints if c < step) if start is None else start
 
     def _why_not(self, step: int | None, steps: Sequence[int]) -> str:
         what = f"{self.path}: " + ("no step can be replayed" if step is None else f"step {step} cannot be replayed")
@@ -154,6 +161,8 @@ def open_run(path: str | Path) -> Source:
         recorded=frozenset(int(p.stem) for p in (folder / "rollouts").glob("*.jsonl") if p.stem.isdecimal()),
         events=_validate_events(read_events(folder), folder / "events.jsonl"),
         rollbacks=rollbacks.read(folder),
+        # Of several batches, a rollback has abandoned all but the last.
+        ledger={history.trained[-1]: history for history in read_ledger(folder) if history.trained},
     )
 
 

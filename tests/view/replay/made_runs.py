@@ -63,8 +63,8 @@ def ignore(*args: Any) -> None:
     """A callback that does nothing."""
 
 
-def rebuild_step(run: Path, step: int, before_update: UpdateHook = ignore) -> ReplayedStep:
-    """Recompute a step of a run."""
+def rebuild_step(run: Path, step: int, before_update: UpdateHook = ignore, *, start: int | None = None) -> ReplayedStep:
+    """Recompute a step of a run, from the newest checkpoint before it or the given one."""
     source = open_run(run)
-    _, start = source.start_of(step)
+    _, start = source.start_of(step, start)
     return rebuild(source, step, start, device=None, before_update=before_update, say=ignore)

@@ -169,6 +169,8 @@ INVALID_REQUESTS: dict[str, tuple[list[str], str]] = {
         ["--step", "9"],
         "step 9 cannot be replayed: its completions are not in rollouts/; choose one of: 1-3",
     ),
+    "unknown checkpoint": (["--from", "7"], "--from: there is no checkpoint 7; choose one of: 0-3"),
+    "checkpoint after the step": (["--from", "2", "--step", "1"], "step 1 cannot be replayed"),
     "unknown objective": (["--objectives", "grppo"], "no objective 'grppo'"),
     "unknown setting": (["--objectives", "grpo+clip=1"], "has no setting 'clip'; did you mean"),
     "setting of the run": (["--objectives", "grpo+replay"], "routing.replay is not a setting of an objective"),

@@ -80,6 +80,7 @@ def test_every_kind_of_run_is_recomputed_exactly_across_a_step_without_a_checkpo
     replayed = rebuild_step(run, 2)
     assert replayed.start == 0
     assert [a.step for a in replayed.agreements] == [1, 2]
+    assert [a.weights for a in replayed.agreements] == [None, True], "the last step has a checkpoint"
     for found in replayed.agreements:
         assert found.exact, found
         assert found.tokens >= 10
@@ -159,6 +160,34 @@ def test_recomputed_steps_reproduce_the_weights_of_a_later_checkpoint(run: Path,
     assert all(a.exact for a in from_start.agreements)
     found, expected = (step.learned.tokens.logp_N for step in (from_start, direct))
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    every = rebuild_step(run, 3, start=0).agreements
+    assert [(a.step, a.exact, a.weights) for a in every] == [(1, True, True), (2, True, True), (3, True, True)]
+
+
+def test_the_adapters_of_a_checkpoint_are_reproduced(run: Path, tmp_path: Path) -> None:
+    base = f"model.path={run / 'checkpoints/000003'}"
+    adapted = make_run(tmp_path, "steps=2", "model.build=", base, "model.lora.rank=2", "learner.learning_rate=1e-2")
+    assert [(a.exact, a.weights) for a in rebuild_step(adapted, 2, start=0).agreements] == [(True, True)] * 2
+    for name in ("model", "adapter_model"):
+        assert (adapted / f"checkpoints/000001/{name}.safetensors").is_file() == (name == "adapter_model")
+    file = adapted / "checkpoints/000001/adapter_model.safetensors"
+    weights = load_file(file)
+    save_file({name: weight + 1e-6 for name, weight in weights.items()}, file, metadata={"format": "pt"})
+    _remove_from_manifest(file.parent, file.name)
+    assert [a.weights for a in rebuild_step(adapted, 2, start=0).agreements] == [False, True]
+
+
+def test_a_checkpoint_with_other_weights_than_the_recomputed_ones_is_reported(run: Path, tmp_path: Path) -> None:
+    copy = copy_of(run, tmp_path)
+    folder = copy / "checkpoints" / "000002"
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    name = next(n for n in weights if n.endswith("q_proj.weight"))
+    weights[name][0, 0] = torch.nextafter(weights[name][0, 0], torch.tensor(torch.inf))
+    save_file(weights, file, metadata={"format": "pt"})
+    _remove_from_manifest(folder)
+    agreements = rebuild_step(copy, 3, start=0).agreements
+    assert [(a.weights, a.exact) for a in agreements] == [(True, True), (False, False), (True, True)]
 
 
 @pytest.mark.parametrize("offset", [8, 16, 32, 48])
@@ -187,9 +216,9 @@ def test_a_changed_weight_is_detected(run: Path, tmp_path: Path) -> None:
     assert found.logp_old > 1e-6
 
 
-def _remove_from_manifest(checkpoint: Path) -> None:
+def _remove_from_manifest(checkpoint: Path, name: str = "model.safetensors") -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    del manifest["model.safetensors"]
+    del manifest[name]
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 

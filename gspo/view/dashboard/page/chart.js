@@ -308,7 +308,7 @@ class Chart {
       return node("span", { class: "value", "data-run": s.run, title: this.several ? s.run : null }, dot, text);
     });
     const more = own.length > MOST_VALUES ? node("span", { class: "soft" }, `and ${own.length - MOST_VALUES} more runs`) : null;
-    return node("span", { class: "key" }, button, ...values, more);
+    return node("span", { class: "key" }, button, node("span", { class: "values" }, ...values, more));
   }
 
   // Move the cursor line and show the values of all curves there, or the latest values without a cursor.
