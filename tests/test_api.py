@@ -340,8 +340,9 @@ def test_doctor_and_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "dataset.jsonl: " in str(findings)
     assert "/dataset.jsonl" not in str(findings)
     run = trained(tmp_path / "run")
-    result = run.replay(2, objectives=["gspo", "grpo"], out=tmp_path / "replay")
+    result = run.replay(2, start=0, objectives=["gspo", "grpo"], out=tmp_path / "replay")
     assert result.numbers.exact
+    assert [agreement.step for agreement in result.numbers.agreements] == [1, 2]
     assert result.page.is_file()
     assert "grpo" in repr(result)
 
