@@ -320,6 +320,8 @@ def test_evaluate_a_run_with_its_own_function(tmp_path: Path) -> None:
     assert result.accuracy == result["pass@1"]
     assert [sum(c.get("greedy", False) is greedy for c in result.completions) for greedy in (False, True)] == [8, 4]
     assert "pass@2" in repr(result)
+    several = run.evaluate(k=2)
+    assert several.accuracy is several["avg@2"]
     with pytest.raises(ConfigError, match="0 completions per problem are too few"):
         run.evaluate(samples=0)
     fresh = [{"prompt": f"9+{b}=", "answer": "1"} for b in range(3)]
