@@ -269,7 +269,7 @@ def lengths(results: Results) -> Figure:
     figure, axes = panels(2, width=9)
     curves(axes[0], results, LENGTHS, "length/mean", "tokens per completion")
     curves(axes[1], results, LENGTHS, "length/truncated_fraction", "truncated completions")
-    axes[1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes[1].yaxis.set_major_formatter(PercentFormatter(1))
     legend(axes[0], 7)
     return figure
 
@@ -352,9 +352,9 @@ def dots(axis: Any, number: int, name: str, values: Sequence[Sequence[float]], l
     """A line of means, and a point per seed."""
     at = [i + 0.05 * (number - (lines - 1) / 2) for i in range(len(values))]
     means = [statistics.fmean(v) if v else float("nan") for v in values]
-    axis.plot(at, means, label=name, marker=MARKERS[number], **style(number))
     points = [(x, v) for x, several in zip(at, values, strict=True) for v in several]
     if points:
+        axis.plot(at, means, label=name, marker=MARKERS[number], **style(number))
         axis.scatter(*zip(*points, strict=True), s=10, alpha=0.6, color=style(number)["color"])
 
 

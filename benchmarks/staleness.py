@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from compared import change, ends, finished, late, shown, train
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from gspo.record.run_dir import read_jsonl
 from gspo.view.compare.arms import parse_seeds
+from gspo.view.compare.curves import Run
 from gspo.view.compare.figures import MARKERS, style
-from gspo.view.compare.intervals import Number, over_seeds
-from gspo.view.compare.record import run_path
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECTIVES = ("grpo+kl=0", "gspo", "sapo", "vespo", "dppo_tv")
@@ -60,17 +57,19 @@ def main() -> int:
     print(f"| objective | {' | '.join(f'{rate:g}' for rate in options.rates)} | chosen |")
     print(f"|---|{'---|' * (len(options.rates) + 1)}")
     for name in options.objectives:
-        after = {r: ends(options, "rates", rated[name, r], options.tuning_seeds) for r in options.rates}
+        after = {r: ends(runs_of(options, "rates", rated[name, r], options.tuning_seeds)) for r in options.rates}
         best[name] = max(after, key=lambda rate: statistics.fmean(after[rate].values() or [0.0]))
         print(f"| `{name}` | {' | '.join(shown([*v.values()]) for v in after.values())} | {best[name]:g} |", flush=True)
     aged = {(name, age): arm(name, best[name], age) for name in options.objectives for age in options.ages}
     compare(options, "ages", list(aged.values()), options.seeds)
-    found = {key: ends(options, "ages", label, options.seeds) for key, label in aged.items()}
+    runs = {key: runs_of(options, "ages", label, options.seeds) for key, label in aged.items()}
+    found = {key: ends(of_arm) for key, of_arm in runs.items()}
     print_table(options, {key: shown([*values.values()]) for key, values in found.items()})
     print_table(options, {(name, age): change(found[name, "0"], found[name, age]) for name, age in found})
     for metric in ("clip/fraction_tokens", "ratio/ess"):
         print(f"\n{metric}, mean of the last {LAST_UPDATES} updates", end="")
-        print_table(options, {key: shown(late(options, label, key[1], metric)) for key, label in aged.items()})
+        last = {key: late(of_arm, metric, LAST_UPDATES // AGES[key[1]][0]) for key, of_arm in runs.items()}
+        print_table(options, {key: shown([*values.values()]) for key, values in last.items()})
     draw(options, {key: [*values.values()] for key, values in found.items()})
     return 0
 
@@ -106,48 +105,11 @@ def compare(options: argparse.Namespace, name: str, arms: Sequence[str], seeds: 
     common += [f"--eval.every={2 * options.updates}", "--learner.schedule=constant"]
     # The experts of a forward that is skipped cannot be recorded for all arms alike.
     common += ["--routing.record=false", *options.overrides]
-    common += [] if options.jobs is None else [f"--jobs={options.jobs}"]
-    command = [sys.executable, "-m", "gspo", "compare", options.recipe, f"--objectives={','.join(arms)}"]
-    subprocess.run([*command, f"--seeds={seeds}", f"--out={options.out / name}", *common], check=True)
+    train(options.out / name, options.recipe, arms, seeds, common, options.jobs)
 
 
-def rows_of(options: argparse.Namespace, name: str, label: str, seed: int) -> list[dict[str, Any]]:
-    return list(read_jsonl(run_path(options.out / name, label, seed) / "metrics.jsonl"))
-
-
-def ends(options: argparse.Namespace, name: str, label: str, seeds: str) -> dict[int, float]:
-    """Held-out accuracy after training by seed, of the runs that have ended."""
-    found = {}
-    for seed in parse_seeds(seeds):
-        measured = [row for row in rows_of(options, name, label, seed) if row.get("eval/accuracy") is not None]
-        if len(measured) > 1:  # the first is from before training
-            found[seed] = float(measured[-1]["eval/accuracy"])
-    return found
-
-
-def late(options: argparse.Namespace, label: str, age: str, metric: str) -> list[float]:
-    """A metric of the last updates, for each seed whose run has ended."""
-    steps = LAST_UPDATES // AGES[age][0]
-    ended = ends(options, "ages", label, options.seeds)
-    rows = [[row[metric] for row in rows_of(options, "ages", label, seed) if metric in row][-steps:] for seed in ended]
-    return [statistics.fmean(values) for values in rows if values and None not in values]
-
-
-def shown(values: Sequence[float]) -> str:
-    """Mean of the seeds with its 95 % interval."""
-    return text(over_seeds(values, lowest=0, highest=1), "{:.1%}")
-
-
-def change(fresh: dict[int, float], old: dict[int, float]) -> str:
-    """Paired difference in points."""
-    return text(over_seeds([100 * (old[seed] - fresh[seed]) for seed in fresh if seed in old]), "{:+.1f}")
-
-
-def text(number: Number | None, form: str) -> str:
-    if number is None:
-        return "-"
-    interval = "" if number.low is None else f" [{form.format(number.low)}, {form.format(number.high)}]"
-    return f"{form.format(number.value)}{interval}".replace("%", " %")
+def runs_of(options: argparse.Namespace, name: str, label: str, seeds: str) -> dict[int, Run]:
+    return finished(options.out / name, label, parse_seeds(seeds))
 
 
 def draw(options: argparse.Namespace, found: dict[tuple[str, str], list[float]]) -> None:

@@ -44,6 +44,7 @@ def _output(output: Mapping[str, Any]) -> Iterator[str]:
     elif "text/html" in data:
         # The site has its own style of tables, and a blank line would end the block of HTML.
         html = re.sub(r"<style.*?</style>", "", "".join(data["text/html"]), flags=re.DOTALL)
+        html = html.replace('<table border="1" class="dataframe">', "<table>")
         yield "".join(line.strip() for line in html.splitlines())
     else:
         text = "".join(data.get("text/plain", output.get("text", "")))

@@ -304,6 +304,8 @@ def test_a_run_as_an_object(tmp_path: Path) -> None:
         run.completions(9)
     assert "<svg" in run._repr_html_()
     assert run.plot("reward/mean", "time/step_s")._repr_png_().startswith(b"\x89PNG")
+    four = run.plot("reward/mean", "reward/std", "length/mean", "length/max").figure
+    assert [axis.axison for axis in four.axes] == [True] * 4 + [False] * 2
     with pytest.raises(ConfigError, match="did you mean reward/mean"):
         run.plot("reward/men")
     with pytest.raises(ConfigError, match="not a run directory"):
@@ -318,6 +320,10 @@ def test_evaluate_a_run_with_its_own_function(tmp_path: Path) -> None:
     assert result.accuracy == result["pass@1"]
     assert [sum(c.get("greedy", False) is greedy for c in result.completions) for greedy in (False, True)] == [8, 4]
     assert "pass@2" in repr(result)
+    several = run.evaluate(k=2)
+    assert several.accuracy is several["avg@2"]
+    with pytest.raises(ConfigError, match="0 completions per problem are too few"):
+        run.evaluate(samples=0)
     fresh = [{"prompt": f"9+{b}=", "answer": "1"} for b in range(3)]
     assert gspo.evaluate(run, fresh, rewards=[spaces]).problems == 3
 
@@ -334,8 +340,9 @@ def test_doctor_and_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "dataset.jsonl: " in str(findings)
     assert "/dataset.jsonl" not in str(findings)
     run = trained(tmp_path / "run")
-    result = run.replay(2, objectives=["gspo", "grpo"], out=tmp_path / "replay")
+    result = run.replay(2, start=0, objectives=["gspo", "grpo"], out=tmp_path / "replay")
     assert result.numbers.exact
+    assert [agreement.step for agreement in result.numbers.agreements] == [1, 2]
     assert result.page.is_file()
     assert "grpo" in repr(result)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,22 +97,25 @@ def test_the_report_of_no_runs_has_no_numbers(
     assert {file.stem for file in tmp_path.glob("*.png")} == set(benchmarks.evidence.QUESTIONS)
 
 
-def commands() -> list[Any]:
+def blocks() -> list[str]:
+    """The blocks of the page with a comparison."""
     text = PAGE.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    return [line for line in lines if line.startswith("gspo compare")]
+    found = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [block for block in found if block.startswith("gspo compare")]
 
 
-@pytest.mark.parametrize("command", commands(), ids=lambda line: line.split()[2])
+@pytest.mark.parametrize("block", blocks(), ids=lambda text: text.split()[2])
 def test_the_comparisons_that_the_page_proposes_are_accepted(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The recipe of GSM8K reads its files from the working directory.
+    # The words as a shell reads them, with its quotes and continued lines.
+    script = f'gspo() {{ printf "%s\\n" "$@"; }}\n{block}'
+    words = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()[1:]
+    # The files that the commands and their recipes name are read from the working directory.
     monkeypatch.chdir(tmp_path)
-    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
+    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "DIR/problems.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
         Path(name).touch()
-    words = shlex.split(command)[2:]
     arms = words[words.index("--objectives") + 1]
     # As for the comparison itself, a setting of the recipe is KEY=VALUE in one word.
     settings = [word for word in words if word.startswith("--") and "=" in word]

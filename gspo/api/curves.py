@@ -55,13 +55,13 @@ def figure(run: Path, metrics: Sequence[str]) -> Curves:
     columns = min(COLUMNS, len(metrics))
     lines = math.ceil(len(metrics) / columns)
     shown = Figure(figsize=(INCHES * columns, 0.7 * INCHES * lines), layout="constrained")
-    axes = shown.subplots(lines, columns, squeeze=False).flat
+    axes = list(shown.subplots(lines, columns, squeeze=False).flat)
     for axis, metric in zip(axes, metrics, strict=False):
         points = [(row["step"], row[metric]) for row in (*rows, *timings) if row.get(metric) is not None]
         axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 40 else None, markersize=3, linewidth=1.4)
         axis.set_title(metric, loc="left", fontsize=11)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
-    for axis in list(axes)[len(metrics) :]:
+    for axis in axes[len(metrics) :]:
         axis.set_axis_off()
     return Curves(shown)

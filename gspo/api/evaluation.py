@@ -22,8 +22,9 @@ from gspo.api.rewards import Rewards, locate
 from gspo.api.run import Run
 from gspo.api.settings import pairs_of
 from gspo.commands.command import quiet_libraries
-from gspo.commands.eval import evaluate_model
+from gspo.commands.eval import evaluate_model, evaluate_suite
 from gspo.config import toml_value, type_of
+from gspo.errors import ConfigError
 from gspo.evaluation import Estimate
 from gspo.reward import in_process
 
@@ -42,7 +43,7 @@ class EvaluationResult:
     unscored: int
     """Completions without a verdict, which are excluded."""
     numbers: Mapping[str, Estimate]
-    """`avg@k`, `pass@k`, `reward` and `greedy`, each with its 95 % interval."""
+    """`avg@k`, `pass@k`, `reward` and `greedy`, each with its 95 % interval; of a suite also `maj@n`."""
     completions: Sequence[Mapping[str, Any]]
     """Every completion with its prompt, reward and verdict."""
     text: str
@@ -51,7 +52,9 @@ class EvaluationResult:
     @property
     def accuracy(self) -> Estimate:
         """Mean correctness of one sampled completion."""
-        return self.numbers[next(name for name in self.numbers if name.startswith("pass@"))]
+        if "pass@1" in self.numbers:
+            return self.numbers["pass@1"]
+        return self.numbers[max((n for n in self.numbers if n.startswith("avg@")), key=lambda name: int(name[4:]))]
 
     def __getitem__(self, name: str) -> Estimate:
         return self.numbers[name]
@@ -64,6 +67,7 @@ def evaluate(
     model: str | os.PathLike[str] | Run,
     data: Any = None,
     *,
+    suite: str | None = None,
     rewards: Any = None,
     k: int | Sequence[int] = 1,
     samples: int | None = None,
@@ -81,9 +85,17 @@ def evaluate(
     - `model`: a run (its newest `checkpoint`, or `best`, or a step), a model directory or a hub name.
     - `data`: rows, a file or the name of a generated task; by default the held-out problems of the run or `recipe`, or
       one `set` of its `eval.sets`.
+    - `suite`: instead of `data`, a published benchmark with its protocol: `NAME` or `NAME=FILE`, as for `gspo eval`.
     - `rewards`: reward functions as in `gspo.train`; by default those of the run or recipe.
     - `k`: one k or several. `samples`: completions per problem (default: the largest k). `limit`: most problems.
     - `greedy`: also measure greedy decoding. `settings`: as in `gspo.train`."""
+    if suite is not None:
+        others = {"data": data is not None, "rewards": rewards is not None, "set": set is not None}
+        others |= {"k": k != 1, "greedy": greedy}
+        if wrong := [name for name, given in others.items() if given]:
+            raise ConfigError(
+                f"{WHERE}: {wrong[0]} has no effect with suite, whose protocol decides it; leave one of them out"
+            )
     ks = sorted({k} if isinstance(k, int) else {*k})
     pairs = pairs_of(settings, where=WHERE)
     located = Rewards(specs=(), own={}, notes=())
@@ -95,27 +107,34 @@ def evaluate(
     with TemporaryDirectory(prefix="gspo-") as folder, in_process.given(located.own):
         numbers, completions = Path(folder) / "numbers.json", Path(folder) / "completions.jsonl"
         with redirect_stdout(printed):
-            evaluate_model(
-                str(model.path) if isinstance(model, Run) else os.fspath(model),
-                checkpoint=str(checkpoint),
-                data=None if data is None else _data(data, Path(folder)),
-                recipe=None if recipe is None else os.fspath(recipe),
-                set_name=set,
-                ks=ks,
-                samples=samples or max(ks),
-                limit=limit,
-                greedy=greedy,
-                json_path=str(numbers),
-                completions_path=str(completions),
-                seed=seed,
-                overrides=[as_override(key, value) for key, value in pairs.items()],
-                trust_run=trust_run,
-            )
+            common: dict[str, Any] = {
+                "checkpoint": str(checkpoint),
+                "recipe": None if recipe is None else os.fspath(recipe),
+                "limit": limit,
+                "json_path": str(numbers),
+                "completions_path": str(completions),
+                "seed": seed,
+                "overrides": [as_override(key, value) for key, value in pairs.items()],
+                "trust_run": trust_run,
+            }
+            name = str(model.path) if isinstance(model, Run) else os.fspath(model)
+            if suite is not None:
+                evaluate_suite(name, suite, samples=samples, **common)
+            else:
+                evaluate_model(
+                    name,
+                    data=None if data is None else _data(data, Path(folder)),
+                    set_name=set,
+                    ks=ks,
+                    samples=max(ks) if samples is None else samples,
+                    greedy=greedy,
+                    **common,
+                )
         found = json.loads(numbers.read_text(encoding="utf-8"))
         lines = completions.read_text(encoding="utf-8").splitlines()
     estimates = {
         name: Estimate(value=value["value"], low=value["low"], high=value["high"])
-        for name, value in found.items()
+        for name, value in found.get("numbers", found).items()
         if isinstance(value, dict) and value.keys() == {"value", "low", "high"}
     }
     return EvaluationResult(

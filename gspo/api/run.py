@@ -149,7 +149,8 @@ class Run:
         those of `gspo.evaluate`."""
         from gspo.api.evaluation import evaluate
 
-        options.setdefault("rewards", list(self._rewards.values()) or None)
+        if options.get("suite") is None:
+            options.setdefault("rewards", list(self._rewards.values()) or None)
         return evaluate(self.path, data, **options)
 
     def replay(self, step: int | None = None, **options: Any) -> ReplayResult:

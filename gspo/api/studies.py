@@ -206,6 +206,7 @@ def replay(
     run: str | os.PathLike[str] | Run,
     step: int | None = None,
     *,
+    start: int | None = None,
     objectives: str | Sequence[str] = "all",
     sweep: str | Sequence[str] = (),
     mini_batch: int | None = None,
@@ -216,7 +217,7 @@ def replay(
     """What every objective would have done on a recorded step of a run, by default the last one that can be replayed.
 
     The arguments are those of `gspo replay`: `objectives=["grpo", "gspo+clip_high=1e-3"]`,
-    `sweep="clip_high=1e-4..1e-1"`."""
+    `sweep="clip_high=1e-4..1e-1"`. `start` is `--from`, the checkpoint from which all steps are repeated."""
     quiet_libraries()
     from gspo.view.replay.replay import Request, compute, written
     from gspo.view.replay.report import as_text
@@ -224,6 +225,7 @@ def replay(
     request = Request(
         run=str(run.path) if isinstance(run, Run) else os.fspath(run),
         step=step,
+        start=start,
         objectives=objectives if isinstance(objectives, str) else ",".join(objectives),
         sweeps=[sweep] if isinstance(sweep, str) else list(sweep),
         mini_batch=mini_batch,

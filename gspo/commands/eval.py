@@ -76,7 +76,24 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     check_no_harness(options)
     quiet_libraries()
     if options.suite is not None:
-        return _evaluate_suite(options, overrides)
+        for option in ("data", "set", "k", "greedy"):
+            if getattr(options, option):
+                raise ConfigError(
+                    f"--{option}: has no effect with --suite, whose protocol decides it; leave one of them out"
+                )
+        return evaluate_suite(
+            options.model,
+            options.suite,
+            checkpoint=options.checkpoint,
+            recipe=options.recipe,
+            samples=options.samples,
+            limit=options.limit,
+            json_path=options.json,
+            completions_path=_completions_path(options),
+            seed=options.seed,
+            overrides=overrides,
+            trust_run=options.trust_run,
+        )
     ks = _ks(options.k or "1")
     return evaluate_model(
         options.model,
@@ -85,7 +102,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         recipe=options.recipe,
         set_name=options.set,
         ks=ks,
-        samples=options.samples or max(ks),
+        samples=max(ks) if options.samples is None else options.samples,
         limit=options.limit,
         greedy=options.greedy,
         json_path=options.json,
@@ -96,33 +113,40 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     )
 
 
-def _evaluate_suite(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Evaluate on a suite: print the result, and write the files that were asked for."""
+def evaluate_suite(
+    model: str,
+    suite: str,
+    *,
+    checkpoint: str,
+    recipe: str | None,
+    samples: int | None,
+    limit: int | None,
+    json_path: str | None,
+    completions_path: str | None,
+    seed: int,
+    overrides: list[str],
+    trust_run: bool,
+) -> int:
+    """Evaluate on a suite, `NAME` or `NAME=FILE`: print the result, and write the files that were asked for."""
     from gspo.suites.evaluate import check_overrides, evaluate_on_suite, suite_settings
     from gspo.suites.suite import SuiteSource
 
-    for option in ("data", "set", "k", "greedy"):
-        if getattr(options, option):
-            raise ConfigError(
-                f"--{option}: has no effect with --suite, whose protocol decides it; leave one of them out"
-            )
-    completions_path = _completions_path(options)
-    _check_paths(options.json, completions_path)
-    for option in ("samples", "limit"):
-        if (value := getattr(options, option)) is not None and value < 1:
+    _check_paths(json_path, completions_path)
+    for option, value in (("samples", samples), ("limit", limit)):
+        if value is not None and value < 1:
             raise ConfigError(f"--{option}: must be at least 1, not {value}")
     check_overrides(overrides)
-    source = SuiteSource.parse(options.suite)
-    tree, _, recipe = _model_settings(options.model, options.checkpoint, options.recipe, required=False)
-    tree = suite_settings(tree, source) | {"seed": options.seed}
-    config = settings.override(tree, overrides, where=recipe or "eval", report_old_names=options.recipe is not None)
+    source = SuiteSource.parse(suite)
+    tree, _, where = _model_settings(model, checkpoint, recipe, required=False)
+    tree = suite_settings(tree, source) | {"seed": seed}
+    config = settings.override(tree, overrides, where=where or "eval", report_old_names=recipe is not None)
     settings.check(config)
-    _check_trust(options.model, config, options.recipe, options.trust_run)
+    _check_trust(model, config, recipe, trust_run)
     with life_signs():
-        result = evaluate_on_suite(config, source, samples=options.samples, limit=options.limit, seed=options.seed)
+        result = evaluate_on_suite(config, source, samples=samples, limit=limit, seed=seed)
     print("\n".join(result.lines()))
-    if options.json:
-        replace_text(Path(options.json), json.dumps(_finite(result.as_data()), indent=2) + "\n")
+    if json_path:
+        replace_text(Path(json_path), json.dumps(_finite(result.as_data()), indent=2) + "\n")
     if completions_path:
         _write_completions(Path(completions_path), result.evaluation)
     return 0

@@ -37,8 +37,11 @@ class RowTokenizer:
     chat_template = "any"
     eos_token_id = None
 
-    def apply_chat_template(self, chats: Sequence[Any], **options: Any) -> list[str]:
-        return [json.dumps(chat) for chat in chats]
+    def apply_chat_template(self, chat: Sequence[Any], **options: Any) -> str:
+        return "\n".join(
+            message["content"] if isinstance(message["content"], str) else json.dumps(message["content"])
+            for message in chat
+        )
 
     def __call__(self, texts: str | Sequence[str], **options: Any) -> dict[str, Any]:
         # One token, so that no prompt is empty and none is too long.
@@ -152,8 +155,8 @@ def _repeated(context: PreflightContext, problems: Problems, source: str) -> Ite
     if times > 1:
         copies = count - len(set(texts))
         yield note(
-            f"{where}{copies} training rows repeat the prompt of another row; the most common one occurs {times} "
-            "times.",
+            f"{where}{pluralize(copies, 'training row')} {'repeats' if copies == 1 else 'repeat'} the prompt of "
+            f"another row; the most common one occurs {times} times.",
             detail=[excerpt(text)],
             repeated=copies,
         )

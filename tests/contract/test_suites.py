@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import pickle
 import zlib
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 from tiny_runs import tiny_tree
 
+import gspo
 from gspo import config as settings
 from gspo.cli import main
-from gspo.errors import DataError
+from gspo.errors import ConfigError, DataError
 from gspo.record.progress import PlainDisplay
 from gspo.suites import suite_names
 from gspo.suites.suite import SuiteSource
@@ -191,6 +193,20 @@ def evaluated(model: str, name: str, folder: Path, texts: dict[str, list[str]], 
     assert main(["eval", model, "--suite", f"{name}={file}", *arguments]) == 0
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
+
+
+def test_a_suite_from_python_has_the_numbers_of_the_command(model: str, tmp_path: Path) -> None:
+    texts = {f"gsm8k/{n}": [ROWS["gsm8k"](n)[1]] for n in (0, 1)}
+    wanted = evaluated(model, "gsm8k", tmp_path, texts, "--limit", "5")
+    engine = {"engine": "scripted", "engine_options": {"completions": texts}}
+    suite = f"gsm8k={tmp_path}/rows.jsonl"
+    found = gspo.Run(model).evaluate(suite=suite, limit=5, rollout=engine)
+    assert (found.problems, found.samples, len(found.completions)) == (5, wanted["samples"], 5)
+    assert {name: dataclasses.asdict(estimate) for name, estimate in found.numbers.items()} == wanted["numbers"]
+    assert found.accuracy.value == 0.4
+    assert "GSM8K" in repr(found)
+    with pytest.raises(ConfigError, match="k has no effect with suite"):
+        gspo.evaluate(model, suite=suite, k=4)
 
 
 @pytest.mark.parametrize("name", ROWS)

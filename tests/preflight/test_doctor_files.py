@@ -121,6 +121,11 @@ def test_rows_are_read_without_a_tokenizer(on_file: Callable[..., Config], exami
         assert found["data"][0].level == "ok"
         assert found["data"][0].numbers["train"] == 18
         assert "tokenizer did not load" in found.only("not checked").what
+    repeated = [{"prompt": [{"role": "user", "content": "What is 2 + 2?"}], "answer": "4"} for _ in range(2)]
+    found = examined(on_file([*chat, *repeated], "data.held_out=0", "eval.every=0"), "data")["data"]
+    assert [f.what for f in found if f.detail == ("What is 2 + 2?",)] == [
+        "1 training row repeats the prompt of another row; the most common one occurs 2 times."
+    ]
     assert examined(on_file(rows(), "data.answer_field=solution"), "data").levels("data") == ["FAIL"]
 
 
