@@ -5,9 +5,11 @@ In: random weights, conversations whose turns and observations have fixed length
 sampling, and its ratio. Invariant: both sample the same tokens, and repeats are interleaved. The time is that of the
 thread, not of the clock on the wall, so that other load matters less; the ratio is that of the medians.
 
-    OMP_NUM_THREADS=1 python benchmarks/prefixes_cpu.py [--repeats 3] [--wide]
+    OMP_NUM_THREADS=1 python benchmarks/prefixes_cpu.py [--repeats 3] [--wide] [--runs DIR ...]
 
 The model is a Qwen3 with 82K parameters, about that of the recipes (`tiny_dense`); with `--wide`, one with 25M.
+With `--runs`, the conversations are those of runs with an environment: their last checkpoint plays the held-out
+problems, 8 times each, and what the environment takes does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ import argparse
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,6 +87,7 @@ def converse(model: Any, shape: Shape, keep_gb: float) -> tuple[list[tuple[int, 
     """The tokens of all conversations, what decoding cost, and the seconds of CPU time."""
     context = EngineContext(model=model, tokenizer=NoText(), stop_ids=())
     engine = LocalEngine(context, slots=256, prefill_tokens=8192, keep_gb=keep_gb)
+    _ = engine.keeps  # a trial, once for each engine
     rng = random.Random(0)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -104,27 +110,68 @@ def converse(model: Any, shape: Shape, keep_gb: float) -> tuple[list[tuple[int, 
     return ids, engine.decoded, seconds + time.thread_time() - start
 
 
+def play(run: Path, keep_gb: float) -> tuple[list[tuple[int, ...]], DecodeStats, float]:
+    """The same for the conversations of a run with an environment."""
+    import agents  # next to this file
+
+    engines: list[LocalEngine] = []
+    seconds = [0.0]
+    generate, build = LocalEngine.generate, agents.engine_for
+
+    def timed(self: LocalEngine, *args: Any, **options: Any) -> Any:
+        start = time.thread_time()
+        try:
+            return generate(self, *args, **options)
+        finally:
+            seconds[0] += time.thread_time() - start
+
+    def built(config: Any, policy: Any) -> Any:
+        engines.append(build(override(config, keep_gb), policy))
+        _ = engines[-1].keeps  # a trial, once for each engine
+        return engines[-1]
+
+    LocalEngine.generate, agents.engine_for = timed, built  # type: ignore[method-assign]
+    try:
+        done = agents.measured(run, max((run / "checkpoints").glob("[0-9]*")), "", 8)
+    finally:
+        LocalEngine.generate, agents.engine_for = generate, build  # type: ignore[method-assign]
+    ids = [completion.token_ids for group in done.groups for completion in group.completions]
+    return ids, engines[0].decoded, seconds[0]
+
+
+def override(config: Any, keep_gb: float) -> Any:
+    """The settings of a run with another limit of what is kept."""
+    return replace(config, rollout=replace(config.rollout, engine_options={"keep_gb": keep_gb}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--runs", type=Path, nargs="+", default=[])
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    model = model_of(wide=chosen.wide)
+    cases: dict[str, Callable[[float], tuple[list[tuple[int, ...]], DecodeStats, float]]] = {}
+    if chosen.runs:
+        cases = {run.name: partial(play, run) for run in chosen.runs}
+    else:
+        model = model_of(wide=chosen.wide)
+        for shape in WIDE if chosen.wide else SHORT:
+            name = f"{shape.name}: {shape.conversations} x {shape.turns} turns of {shape.turn} + {shape.observation}"
+            cases[name] = partial(converse, model, shape)
     print("| conversations | prefilled, without | with | CPU time, without | with | ratio |")
     print("|---|---|---|---|---|---|")
-    for shape in WIDE if chosen.wide else SHORT:
+    for name, case in cases.items():
         runs: dict[float, list[float]] = {0.0: [], KEEP_GB: []}
         found = {}
-        converse(model, shape, KEEP_GB)  # the trial of the first call counts for neither
+        case(KEEP_GB)  # what happens once in a process counts for neither
         for _ in range(chosen.repeats):
             for keep_gb, seconds in runs.items():
-                ids, cost, taken = converse(model, shape, keep_gb)
+                ids, cost, taken = case(keep_gb)
                 found[keep_gb] = (ids, cost)
                 seconds.append(taken)
         assert found[0.0][0] == found[KEEP_GB][0], "they sample the same tokens"
         without, kept = (statistics.median(seconds) for seconds in runs.values())
-        name = f"{shape.name}: {shape.conversations} x {shape.turns} turns of {shape.turn} + {shape.observation}"
         counts = f"{found[0.0][1].prefilled:,} | {found[KEEP_GB][1].prefilled:,}"
         print(f"| {name} | {counts} | {without:.2f} s | {kept:.2f} s | {without / kept:.2f} |", flush=True)
 
