@@ -14,7 +14,6 @@ import pytest
 from gspo.cli import main
 from gspo.config import Config
 from gspo.evaluation import Evaluation, MeanEstimate, evaluate
-from gspo.rollout.local.states import KVCacheState
 from gspo.trainer import train
 from gspo.types import Completion, Group, Prompt, Score, Status, StopReason
 
@@ -111,24 +110,15 @@ def test_a_missing_file_is_reported_before_a_missing_reward(
     assert "reward.functions" not in message
 
 
-def test_an_evaluation_prefills_every_prompt_once(
-    tiny: Callable[..., Config], parts_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_prefills_every_prompt_once(tiny: Callable[..., Config], parts_of: Any) -> None:
     config = tiny()
     parts = parts_of(config)
-    prefilled: list[tuple[int, ...]] = []
-    prefill = KVCacheState.prefill
-
-    def counting(rows: KVCacheState, prompts: list[tuple[int, ...]]) -> Any:
-        prefilled.extend(prompts)
-        return prefill(rows, prompts)
-
-    monkeypatch.setattr(KVCacheState, "prefill", counting)
     problems = parts.problems.held_out
     sampling = config.rollout.sampling
     done = evaluate(
         parts.engine, parts.rewards, problems, samples=3, greedy=True, sampling=sampling, seed=0, stream="eval"
     )
-    assert sorted(prefilled) == sorted(prompt.token_ids[:-1] for prompt in problems)
+    # Decoding begins with the last token of a prompt.
+    assert parts.engine.decoded.prefilled == sum(len(prompt.token_ids) - 1 for prompt in problems)
     assert [len(group.completions) for group in done.groups] == [3] * len(problems)
     assert done.greedy is not None
