@@ -449,9 +449,12 @@ def test_a_curve_has_one_legend_entry_with_a_value_of_each_run(
 def test_step_times_use_the_width_of_their_card(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "first")
     open_dashboard(page, serve(tmp_path / "runs"))
-    card = page.locator(".card.times")
-    card.locator("svg").first.wait_for()
-    assert card.locator("svg").first.bounding_box()["width"] > 0.9 * card.bounding_box()["width"]
+    # Looked up and measured in one call: an update of the page replaces the chart.
+    share = """() => {
+        const [card, chart] = [".card.times", ".card.times svg"].map((what) => document.querySelector(what));
+        return chart && chart.getBoundingClientRect().width / card.getBoundingClientRect().width;
+    }"""
+    assert page.wait_for_function(share).json_value() > 0.9
 
 
 def test_sections_close_and_stay_closed(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
