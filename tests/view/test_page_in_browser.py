@@ -225,7 +225,7 @@ def test_the_expected_answer_and_the_columns_are_next_to_the_completion(
     page.get_by_text("expected answer forty-two").wait_for()
     page.locator("a.completion").first.click()
     page.get_by_role("heading", name="Expected answer").wait_for()
-    assert page.get_by_text("forty-two", exact=True).is_visible()
+    page.get_by_text("forty-two", exact=True).wait_for()
     page.get_by_text("2 other columns of the row").click()
     assert page.locator(".columns tr").all_inner_texts() == ["level\t3", f"tests\t{HOSTILE[0]}"]
     page.keyboard.press("Escape")
@@ -402,7 +402,7 @@ def test_runs_are_selected_in_the_sidebar_and_the_address_keeps_them(
     draws(page, "second")
     page.evaluate("location.hash = '#/second/5'")
     page.get_by_role("heading", name="Step 5").wait_for()
-    assert not page.locator("#sidebar").is_visible()
+    page.locator("#sidebar").wait_for(state="hidden")
     page.keyboard.press("Escape")
     draws(page, "second")
     assert page.url.endswith("#/?runs=second")
@@ -462,17 +462,17 @@ def test_sections_close_and_stay_closed(page: Any, serve: Callable[..., Any], tm
     page.locator(".chart svg path.line").first.wait_for(state="attached")
     titles = page.locator(".section:visible > summary h2").all_inner_texts()
     assert titles == ["Reward", "Optimization", "Lengths", "Mixture of experts", "System"]
-    assert page.get_by_role("heading", name="Expert load").is_visible()
+    page.get_by_role("heading", name="Expert load").wait_for()
     page.locator("summary", has_text="Mixture of experts").click()
-    assert not page.get_by_role("heading", name="Expert load").is_visible()
+    page.get_by_role("heading", name="Expert load").wait_for(state="hidden")
     page.reload()
     page.locator(".chart svg path.line").first.wait_for(state="attached")
-    assert page.get_by_role("heading", name="Entropy").is_visible()
-    assert not page.get_by_role("heading", name="Expert load").is_visible()
+    page.get_by_role("heading", name="Entropy").wait_for()
+    page.get_by_role("heading", name="Expert load").wait_for(state="hidden")
     page.locator("summary", has_text="Mixture of experts").click()
     page.locator('.section[data-section="Mixture of experts"] path.line').first.wait_for(state="attached")
     page.get_by_role("button", name="What Expert load shows").click()
-    assert page.get_by_text("1 is perfectly balanced").is_visible()
+    page.get_by_text("1 is perfectly balanced").wait_for()
 
 
 def test_a_section_without_curves_is_hidden(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -498,11 +498,11 @@ def test_findings_of_several_runs_are_grouped(page: Any, serve: Callable[..., An
     assert levels == sorted(levels, key=["Problem", "Warning", "Note", "Good"].index)
     for title, runs in {"Problem: error": ["second"], "Problem: alarm": ["first"]}.items():
         assert groups.filter(has_text=title).locator("summary .name").all_inner_texts() == runs
-    assert page.get_by_text("The run stopped with an error").is_visible()
+    page.get_by_text("The run stopped with an error").wait_for()
     groups.filter(has_text="Problem: error").locator("summary").click()
-    assert not page.get_by_text("The run stopped with an error").is_visible()
+    page.get_by_text("The run stopped with an error").wait_for(state="hidden")
     page.locator("input[type=range]").fill("0.9")  # draws everything again
-    assert not page.get_by_text("The run stopped with an error").is_visible()
+    page.get_by_text("The run stopped with an error").wait_for(state="hidden")
 
 
 def test_the_list_of_many_runs_scrolls_and_can_be_searched(
@@ -730,7 +730,7 @@ def test_a_late_response_does_not_replace_a_newer_one(browser: Any, serve: Calla
         page.evaluate(f"location.hash = '#/made/5/0/{number}'")
     page.get_by_role("heading", name="Completion 4 of 6").wait_for()
     answer()
-    assert page.get_by_role("heading", name="Completion 4 of 6").is_visible()
+    page.get_by_role("heading", name="Completion 4 of 6").wait_for()
 
     hold(r"/api/runs/made\?.*from=")
     page.goto(f"http://{served.host}/#/")
