@@ -207,7 +207,7 @@ class Optimizer:
         nothing = all(weight.grad is None for weight in self._weights.values())
         for name, weight in self._weights.items():
             if nothing:
-                weight.grad = torch.zeros_like(self._states.masters[name], requires_grad=False)
+                weight.grad = torch.zeros_like(weight, dtype=self._states.masters[name].dtype, requires_grad=False)
             elif weight.grad is not None:
                 weight.grad = weight.grad.to(self._states.masters[name].dtype)
             if self._loss_scale is not None and weight.grad is not None:
