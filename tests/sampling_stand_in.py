@@ -18,10 +18,10 @@ import orjson
 import pytest
 from torch import Tensor
 
+from gspo.collection.sampler import Sampler
 from gspo.errors import EngineError
 from gspo.ranks.codec import convert, encode
 from gspo.rollout.sampling_process import Sampled, SamplingProcess
-from gspo.sampler import Sampler
 from gspo.step import learn
 from gspo.types import Completion
 

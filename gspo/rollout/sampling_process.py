@@ -92,7 +92,7 @@ class SamplingProcess:
         self._buffer = b""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gspo.sampler", str(self._folder)],
+                [sys.executable, "-m", "gspo.collection.sampler", str(self._folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

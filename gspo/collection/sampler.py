@@ -1,6 +1,6 @@
 """The sampling process: builds the run's model and engine, loads the weights it is told to, and samples from them.
 
-    python -m gspo.sampler FOLDER        started by `rollout/sampling_process.py`; FOLDER holds the weights
+    python -m gspo.collection.sampler FOLDER     started by `rollout/sampling_process.py`; FOLDER holds the weights
 
 In: one JSON object per line on standard input. Out: one per line on standard output; what anything prints goes to
 standard error. Invariant: it decides nothing and writes nothing. It ends when its input ends, in the middle of a call

@@ -15,7 +15,7 @@ from functools import partial
 
 from gspo.activity import activity
 from gspo.clock import Clock
-from gspo.collector import Ahead, SamplingTime
+from gspo.collection.collector import Ahead, SamplingTime
 from gspo.context import RunContext
 from gspo.learner.checkpoint import TrainerState
 from gspo.objectives.samples import keeps_group
