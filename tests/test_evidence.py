@@ -79,7 +79,8 @@ def test_the_demonstrations_have_different_lengths_for_the_same_kind_of_problem(
 
 def test_the_arms_are_accepted(benchmarks: SimpleNamespace, tmp_path: Path) -> None:
     settings = [f"--data.path={benchmarks.evidence.written_problems(tmp_path)}"]
-    labels = {label for arms, _ in benchmarks.evidence.QUESTIONS.values() for label in arms}
+    results = benchmarks.evidence.Results(arms=tmp_path / "arms", seeds=[0])
+    labels = {label for arms, _ in benchmarks.evidence.QUESTIONS.values() for label in arms(results)}
     configs = arm_configs(benchmarks.evidence.RECIPE, settings, parse_arms(",".join(labels)))
     # Equal work per step, so that arms with equal tokens take steps of equal size.
     assert {c.rollout.prompts * c.rollout.group_size for c in configs.values()} == {128}
