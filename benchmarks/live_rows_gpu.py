@@ -53,7 +53,7 @@ class Captures:
             capture(graphs, rows)
             self.seconds.append(time.perf_counter() - start)
 
-        CudaGraphs._capture = timed  # type: ignore[method-assign]
+        CudaGraphs._capture = timed  # type: ignore[assignment, method-assign]
 
     def take(self) -> list[float]:
         taken, self.seconds = self.seconds, []
