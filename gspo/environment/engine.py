@@ -229,7 +229,12 @@ class ConversationEngine:
             self._observe(transcript, answer.result)
 
     def _observe(self, transcript: Transcript, result: Mapping[str, Any]) -> None:
-        transcript.settle_turn(reward=result["reward"], calls=result["calls"], failed_calls=result["failed"])
+        transcript.settle_turn(
+            reward=result["reward"],
+            calls=result["calls"],
+            failed_calls=result["failed"],
+            other_format=result["other_format"],
+        )
         if result["done"]:
             transcript.end = ConversationEnd.DONE
         elif len(transcript.turns) >= self._config.max_turns:

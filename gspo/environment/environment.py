@@ -269,6 +269,7 @@ def take_step(environment: Environment, parsed: Parsed) -> dict[str, Any]:
         "done": done,
         "calls": [c.name for c in parsed.calls],
         "failed": environment.failed_calls - failed,
+        "other_format": parsed.other_format,
     }
 
 

@@ -108,6 +108,7 @@ def test_what_is_written_is_read(style: str) -> None:
 
 HERMES = '<tool_call>\n{"name": "book", "arguments": {"city": "Ulm"}}\n</tool_call>'
 LLAMA = '{"name": "book", "parameters": {"city": "Ulm"}}'
+BLOCK = '```json\n{\n  "name": "book",\n  "arguments": {"city": "Ulm"}\n}\n```'
 ULM = ToolCall(name="book", arguments={"city": "Ulm"})
 
 
@@ -120,6 +121,14 @@ ULM = ToolCall(name="book", arguments={"city": "Ulm"})
         ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", 2),
         ("llama", " no call", "no call", 0),
         ("llama", '{"city": "Ulm"}', '{"city": "Ulm"}', 0),
+        ("json_block", f"I will.\n{BLOCK}\nAnd:\n{BLOCK}\n", "I will.\nAnd:", 2),
+        ("json_block", LLAMA.replace("parameters", "arguments"), "", 1),
+        ("json_block", BLOCK.replace("json", ""), "", 1),
+        ("json_block", f"<think>\n{BLOCK}\n</think>\n{BLOCK}", f"<think>\n{BLOCK}\n</think>", 1),
+        ("json_block", BLOCK.replace("json", "python"), BLOCK.replace("json", "python"), 0),
+        ("json_block", '```json\n{"city": "Ulm"}\n```', '```json\n{"city": "Ulm"}\n```', 0),
+        ("json_block", "```python\nprint(1)\n```\nso 1", "```python\nprint(1)\n```\nso 1", 0),
+        ("json_block", "a ```json block that never\n```python\nends", "a ```json block that never\n```python\nends", 0),
         (
             "gpt_oss",
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.book "
@@ -153,6 +162,10 @@ def test_calls_and_text_are_told_apart(style: str, text: str, content: str, call
         ("llama", LLAMA.replace('"Ulm"', "NaN")),
         ("llama", "<|python_tag|>print(1)"),
         ("llama", LLAMA.replace("}}", "}")),
+        ("json_block", BLOCK.removesuffix("```")),
+        ("json_block", BLOCK.replace('"Ulm"', '"""Ulm"""')),
+        ("json_block", BLOCK.replace("arguments", 'input_arguments": 1, "arguments')),
+        ("json_block", LLAMA.replace("parameters", "arguments") + " and more"),
         ("gpt_oss", "<|channel|>commentary to=functions.book<|message|>[1]"),
         ("gpt_oss", "<|channel|>commentary to=browser.open<|message|>{}"),
         ("gpt_oss", "no channel"),
@@ -163,6 +176,23 @@ def test_a_malformed_call_is_an_error_and_no_call(style: str, text: str) -> None
     parsed = parse(style, text, ["book"])
     assert parsed.error
     assert not parsed.calls
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "other"),
+    [
+        ("hermes", BLOCK, "json_block"),
+        ("json_block", HERMES, "hermes"),
+        ("hermes", LLAMA, "llama"),
+        ("hermes", "book(Ulm)", "call"),
+        ("hermes", HERMES, ""),
+        ("hermes", BLOCK.replace("book", "read"), ""),
+        ("hermes", "The book (Ulm) is read.", ""),
+        ("hermes", BLOCK.replace('"Ulm"', "Ulm"), ""),
+    ],
+)
+def test_a_call_in_another_format_is_named(style: str, text: str, other: str) -> None:
+    assert parse(style, text, ["book"]).other_format == other
 
 
 def test_the_format_is_detected_from_the_template() -> None:
