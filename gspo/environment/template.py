@@ -235,6 +235,6 @@ def tool_format(config: EnvironmentConfig, tokenizer: Any, tools: Sequence[dict[
     if found is None:
         raise ConfigError(
             "environment.tool_format: the chat template shows no known form of tool calls; set hermes, llama, "
-            "json_block, gpt_oss or call, and teach it with data.system or a cold start"
+            "json_block, code_block, gpt_oss or call, and teach it with data.system or a cold start"
         )
     return found

@@ -126,6 +126,22 @@ def _json_block(text: str, names: Sequence[str]) -> Parsed:
     thinking, end, rest = text.rpartition("</think>")
     if _names_call(rest):
         return Parsed(content=f"{thinking}{end}".strip(), calls=(_object_call(_json(rest), "arguments"),))
+    return _block_calls(text, lambda kind, body: kind in ("json", "") and _names_call(body), _json_block_call)
+
+
+def _json_block_call(kind: str, body: str) -> ToolCall:
+    return _object_call(_json(body), "arguments")
+
+
+def _code_block(text: str, names: Sequence[str]) -> Parsed:
+    """A block of ```NAME, any number of times, whose body is the only argument of the tool NAME."""
+    return _block_calls(text, lambda kind, _: kind in names, _only_argument_call)
+
+
+def _block_calls(text: str, is_call: Callable[[str, str], bool], read: Callable[[str, str], ToolCall]) -> Parsed:
+    """The blocks that are calls, by their kind (what follows ```) and body, and the text without them."""
+    # Thinking may contain blocks.
+    thinking, end, rest = text.rpartition("</think>")
     calls = []
     content = [thinking + end]
     block: list[str] | None = None
@@ -133,17 +149,17 @@ def _json_block(text: str, names: Sequence[str]) -> Parsed:
     for line in rest.splitlines(keepends=True):
         if block is None:
             (content if not line.startswith("```") else (block := [])).append(line)
-        elif line.strip() != "```":
-            block.append(line)
-        else:
-            body = "".join(block[1:])
-            if block[0].strip() in ("```json", "```") and _names_call(body):
-                calls.append(_object_call(_json(body), "arguments"))
+            continue
+        block.append(line)
+        if line.strip() == "```":
+            kind, body = block[0].strip().removeprefix("```"), "".join(block[1:-1])
+            if is_call(kind, body):
+                calls.append(read(kind, body))
             else:
-                content += [*block, line]
+                content += block
             block = None
-    if block is not None and _names_call("".join(block[1:])):
-        raise Malformed("a block that begins with ```json needs ``` at its end")
+    if block is not None and is_call(block[0].strip().removeprefix("```"), "".join(block[1:])):
+        raise Malformed(f"a block that begins with {block[0].strip()} needs ``` at its end")
     return Parsed(content="".join([*content, *(block or ())]).strip(), calls=tuple(calls))
 
 
@@ -184,14 +200,19 @@ def _call(text: str, names: Sequence[str]) -> Parsed:
         return Parsed(content=body)
     if not body.endswith(")"):
         raise Malformed(f"a call ends with a parenthesis: {name}(...)")
-    # The parameter's own name is not written, and the environment fills it in.
-    return Parsed(content="", calls=(ToolCall(name=name, arguments={"": body[len(name) + 1 : -1]}),))
+    return Parsed(content="", calls=(_only_argument_call(name, body[len(name) + 1 : -1]),))
+
+
+def _only_argument_call(name: str, text: str) -> ToolCall:
+    """A call whose argument has no name in the text: the environment fills it in."""
+    return ToolCall(name=name, arguments={"": text})
 
 
 FORMATS: dict[str, Callable[[str, Sequence[str]], Parsed]] = {
     "hermes": _hermes,
     "llama": _llama,
     "json_block": _json_block,
+    "code_block": _code_block,
     "gpt_oss": _gpt_oss,
     "call": _call,
 }
@@ -208,7 +229,8 @@ def write(style: str, call: ToolCall) -> str:
         return f'```json\n{{"name": {json.dumps(call.name)}, "arguments": {arguments}}}\n```'
     if style == "gpt_oss":
         return f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>{arguments}"
-    return f"{call.name}({next(iter(call.arguments.values()), '')})"
+    only = next(iter(call.arguments.values()), "")
+    return f"```{call.name}\n{only}\n```" if style == "code_block" else f"{call.name}({only})"
 
 
 def _object_call(value: Any, key: str) -> ToolCall:
