@@ -242,7 +242,10 @@ class ConversationEngine:
         elif transcript.seconds > self._config.max_seconds:
             transcript.end = ConversationEnd.TIME
         else:
-            self._continue(transcript, result["messages"], call=result["calls"][0] if result["calls"] else "")
+            try:
+                self._continue(transcript, result["messages"], call=result["calls"][0] if result["calls"] else "")
+            except DataError as error:  # the template does not write these messages
+                transcript.fail(f"invalid: environment: {error}")
 
     def _continue(self, transcript: Transcript, messages: Messages, *, call: str) -> None:
         """Add an observation, and if the template then writes earlier turns otherwise, continue with what it writes."""
