@@ -39,6 +39,7 @@ from gspo.model.load import reload_weights
 from gspo.model.save import save_model
 from gspo.objectives.adaptive_clip import ClipRange, at_limit
 from gspo.objectives.describe import resolved
+from gspo.ranks.environment import resume_command
 from gspo.ranks.usage import RankUsage, exchange_usage
 from gspo.record.eval_metrics import rank_timings, step_eval_metrics, step_timings
 from gspo.record.held_out import HeldOutScores
@@ -559,7 +560,7 @@ class Loop:
             if self._latest is None:
                 raise
             self.saver.save(self._latest)
-            raise type(error)(f"{error}. The run is saved: gspo train --resume {self.run_dir.path}") from error
+            raise type(error)(f"{error}. The run is saved: {resume_command(self.run_dir.path)}") from error
 
     @contextmanager
     def _checkpoint_on_full_disk(self) -> Iterator[None]:
