@@ -222,10 +222,12 @@ class Loop:
                 pending={"step": step, "tokens/sampled": tokens, **metrics},
             )
         )
-        collector.trained(learned_state)
+        try:
+            collector.trained(learned_state)
+        finally:  # also if there is no room for the sampler's weights: the step is done, and a replay needs these
+            self._write_rollouts(step, context, collected, learned)
         with context.ranks.together("exchange_usage"):
             usage = exchange_usage(context.ranks, context.policy.device)
-        self._write_rollouts(step, context, collected, learned)
         self.sinks.completions(step, collected.rollouts.groups)
         self._check_updates(state, context, collected, learned)
         self._report_clip_limit(step, state.clip_scale, learned_state.clip_scale)
