@@ -33,6 +33,7 @@ from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS, TIMINGS, Metric
 from gspo.record.run_dir import json_line, read_events, read_jsonl
 from gspo.rollout import in_flight
+from gspo.rollout.engine import GenerateOptions
 from gspo.rollout.sampling_process import SamplingProcess
 from gspo.trainer import resume, train
 from gspo.types import Sampling
@@ -398,8 +399,8 @@ def test_fields_of_rows_may_be_any_json(golden: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(process, "_send", lambda message: sent.append(encode(message)))
     monkeypatch.setattr(process, "_answer", lambda: {"weights": "0", "completions": [], "decoded": {}})
     monkeypatch.setattr(process, "_file", lambda name: tmp_path / name)
-    options = {"seed": 0, "stream": "", "version": 0}
-    process.after_step(0).generate([groups[0].prompt], samples=1, sampling=Sampling(max_tokens=1), **options)
+    options = GenerateOptions(samples=1, sampling=Sampling(max_tokens=1), seed=0, stream="", version=0)
+    process.after_step(0).generate([groups[0].prompt], options)
     assert len(sent) == 2
 
 
@@ -435,7 +436,7 @@ def sampler_pids() -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"gspo.sampler" in (folder / "cmdline").read_bytes():
+            if parent == os.getpid() and b"gspo.collection.sampler" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
         except OSError:
             continue

@@ -87,7 +87,7 @@ def push(
     revision: str | None = None,
 ) -> str:
     """Upload the model of a run. Returns the address of the repository."""
-    from gspo.hub import unreachable_host
+    from gspo.network.hub import unreachable_host
 
     with TemporaryDirectory(prefix="gspo-") as temporary:
         # Before a repository is created, so that a run without a checkpoint leaves none.

@@ -79,7 +79,7 @@ def _serve_model(options: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(f"--{name}: has no effect with --openai, which listens on 127.0.0.1 only; leave it out")
     quiet_libraries()
     from gspo.commands.served_model import open_model
-    from gspo.loopback import access_token
+    from gspo.network.loopback import access_token
     from gspo.ranks.environment import free_port
     from gspo.serving.server import ModelServer
 

@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from gspo import config as settings
 from gspo.environment.setup import RunEnvironment
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import EngineContext, build_engine
+from gspo.rollout.engine import EngineContext, GenerateOptions, build_engine
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.types import Completion, Prompt, Sampling, branch_ids
@@ -93,12 +93,14 @@ def conversations_of(
         prompts = opened.open(rows, TOKENIZER)
         groups = opened.engine(engine, _Policy()).generate(  # type: ignore[arg-type]
             prompts,
-            samples=2,
-            sampling=sampling,
-            seed=0,
-            stream="train/1",
-            version=version,
-            routes=engine.reports_routes,
+            GenerateOptions(
+                samples=2,
+                sampling=sampling,
+                seed=0,
+                stream="train/1",
+                version=version,
+                routes=engine.reports_routes,
+            ),
         )
     finally:
         opened.close()

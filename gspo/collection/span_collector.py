@@ -15,12 +15,12 @@ from functools import partial
 
 from gspo.activity import activity
 from gspo.clock import Clock
-from gspo.collector import Ahead, SamplingTime
+from gspo.collection.collector import Ahead, SamplingTime
 from gspo.context import RunContext
 from gspo.learner.checkpoint import TrainerState
 from gspo.objectives.samples import keeps_group
 from gspo.record.ledger import Ledger
-from gspo.rollout.engine import DecodeStats
+from gspo.rollout.engine import DecodeStats, ExtendOptions
 from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, with_unique_ids
 from gspo.rollout.in_flight import Entry, InFlight, OpenBatch, Ticket
 from gspo.rollout.sampling_process import SamplingProcess
@@ -128,11 +128,10 @@ class InTurns(Ahead):
         before = engine.decoded
         steps = f"{turn.batches[0][0].step} to {turn.batches[-1][0].step}"
         with clock.measure("rollout"), activity(f"a turn of the batches of steps {steps}"):
-            groups = iter(
-                engine.extend(
-                    requests, sampling=config.rollout.sampling, seed=config.seed, version=turn.version, routes=True
-                )
+            options = ExtendOptions(
+                sampling=config.rollout.sampling, seed=config.seed, version=turn.version, routes=True
             )
+            groups = iter(engine.extend(requests, options))
         decoded = engine.decoded - before
         tokens = 0
         left: list[tuple[Ticket, OpenBatch]] = []
