@@ -23,6 +23,7 @@ from gspo import trust
 from gspo.activity import activity
 from gspo.build import build_run, run_objective, with_dtype
 from gspo.callbacks import Callback, Callbacks
+from gspo.checkpoints.resume_checks import may_change
 from gspo.config import (
     Config,
     anchored,
@@ -52,7 +53,6 @@ from gspo.record.held_out import Score
 from gspo.record.progress import Display
 from gspo.record.run_dir import RunDir, read_metrics
 from gspo.record.sinks import Sinks
-from gspo.resume_checks import may_change
 from gspo.rollout.engine import engine_traits
 from gspo.signals import StopRequest
 

@@ -123,9 +123,9 @@ def test_checks_use_problems_that_are_not_trained_on(
     checked: set[str] = set()
     generate = parts.engine.generate
 
-    def recording(prompts: Any, **options: Any) -> Any:
+    def recording(prompts: Any, options: Any) -> Any:
         checked.update(p.text for p in prompts)
-        return generate(prompts, **options)
+        return generate(prompts, options)
 
     monkeypatch.setattr(parts.engine, "generate", recording)
     run_cold_start(parts, display)

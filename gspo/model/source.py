@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 
 from gspo.config import TINY_MODELS, ModelConfig
 from gspo.errors import ConfigError
-from gspo.hub import unreachable_host
 from gspo.model import adapter
+from gspo.network.hub import unreachable_host
 
 _BLOCK = 1 << 20
 """Bytes that are read at a time."""

@@ -36,7 +36,7 @@ from gspo.ranks.codec import decode, encode
 from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS
 from gspo.record.run_dir import read_jsonl
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, GenerateOptions
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.step import learn
 from gspo.trainer import resume, train
@@ -309,8 +309,8 @@ def test_greedy_conversations_are_the_same_on_both_engines(game: Callable[..., C
         served = environment.engine(VllmEngine(parts, SimulatedVllm(policy.model)), policy)
         # A model that was not trained hardly ever ends a turn by itself.
         sampling = replace(config.rollout.sampling.greedy, stop=tuple("0123456789sort "))
-        options = {"sampling": sampling, "seed": 0, "stream": "eval/1", "version": 0}
-        ours, theirs = (engine.generate(prompts, samples=2, **options) for engine in (context.engine, served))
+        options = GenerateOptions(samples=2, sampling=sampling, seed=0, stream="eval/1", version=0)
+        ours, theirs = (engine.generate(prompts, options) for engine in (context.engine, served))
     finally:
         environment.close()
     assert any(len(c.conversation.turns) > 1 for group in ours for c in group if c.conversation)
