@@ -121,7 +121,7 @@ def children(pid: int) -> list[int]:
 def is_sampler(pid: int) -> bool:
     """Whether a process is the sampling process of a run."""
     try:
-        return b"gspo.sampler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"gspo.collection.sampler" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

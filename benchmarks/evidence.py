@@ -1,4 +1,4 @@
-"""The small experiments of evidence.md: parts of DAPO, clip range and learning rate, group size, length, entropy.
+"""The small experiments of evidence.md: objectives, parts of DAPO, clip range and rate, group size, length, entropy.
 
     python benchmarks/evidence.py --out DIR --jobs 1                   # train, print the tables, draw the figures
     python benchmarks/evidence.py --out DIR --report --figures benchmarks/evidence
@@ -6,7 +6,8 @@
 
 In: the problem of evidence.toml. Out: one comparison (`gspo compare`) in DIR/arms, a table per question and a figure
 per question. Invariants: all arms of a seed share the cold start, the problems and the number of sampled tokens; an arm
-that several questions need is trained once; training that was stopped continues.
+that several questions need is trained once; training that was stopped continues; the seed that chooses learning rates
+reports nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,19 +52,21 @@ PARTS = {
     DAPO: "DAPO, all parts",
 }
 """The baseline, each part of DAPO alone, and all of them."""
-OBJECTIVES = {
-    GRPO: "GRPO (no KL)",
-    GSPO: "GSPO 3e-3/4e-3",
-    f"{GSPO}+keep=mixed+shape=soft_overlong": "GSPO + dynamic sampling + soft punishment",
-    DAPO: "DAPO",
-}
+TUNED = {GRPO: "GRPO (no KL)", GSPO: "GSPO 3e-3/4e-3", DAPO: "DAPO"}
+"""Each gets its own learning rate."""
+TUNING_SEED = 10
+SAMPLING = "+keep=mixed+shape=soft_overlong"
+"""DAPO's dynamic sampling and soft punishment, for GSPO at the rate of GSPO."""
 RANGES = {
     "3e-4/4e-4": "+clip_low=3e-4+clip_high=4e-4",
     "3e-3/4e-3": "",
     "3e-2/4e-2": "+clip_low=3e-2+clip_high=4e-2",
+    "auto:0.15": "+clip_low=auto:0.15+clip_high=auto:0.15",
 }
-RATES = {1.5e-4: "+learner.learning_rate=1.5e-4", 5e-4: "", 1.5e-3: "+learner.learning_rate=1.5e-3"}
+RATES = {5e-5: "+learner.learning_rate=5e-5", 1.5e-4: "", 5e-4: "+learner.learning_rate=5e-4"}
 """The recipe's own range and rate have no option, so that the arm is the `gspo` of the other questions."""
+RANGE_RATES = (1.5e-4, 5e-4)
+RANGE_CELLS = {(name, rate): GSPO + low + RATES[rate] for rate in RANGE_RATES for name, low in RANGES.items()}
 GROUPS = {
     size: GSPO + (f"+rollout.prompts={128 // size}+rollout.group_size={size}" if size != 8 else "")
     for size in (2, 4, 8, 16, 32)
@@ -126,10 +129,13 @@ def main() -> int:
     folder = options.figures or options.out
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.questions or QUESTIONS:
-        arms, report = QUESTIONS[name]
+        arms_of, report = QUESTIONS[name]
         if not options.report:
+            if not (arms := [*arms_of(results)]):
+                parser.error(f"{name}: no learning rate has been chosen; run 'tuning' first")
             settings = [f"--data.path={written_problems(options.out)}", f"--steps={options.steps}"]
-            train(results.arms, str(RECIPE), arms, options.seeds, settings, options.jobs)
+            seeds = str(TUNING_SEED) if name == "tuning" else options.seeds
+            train(results.arms, str(RECIPE), arms, seeds, settings, options.jobs)
         print(f"\n## {name}\n")
         report(results).savefig(folder / f"{name}.png", dpi=110)
         sys.stdout.flush()
@@ -156,17 +162,50 @@ def written_problems(out: Path) -> Path:
 # ---- one report per question: prints a table and returns the figure
 
 
+def tuning(results: Results) -> Figure:
+    """Accuracy of the tuning seed by learning rate."""
+    tuned = Results(arms=results.arms, seeds=[TUNING_SEED])
+    header("objective", *(f"{rate:g}" for rate in RATES))
+    figure, axis = panels(1)
+    for number, (label, name) in enumerate(TUNED.items()):
+        values = [[*tuned.ends(label + rate).values()] for rate in RATES.values()]
+        row(name, *(shown(v) for v in values))
+        dots(axis, number, name, values, len(TUNED))
+    axis.set_xticks(range(len(RATES)), [f"{rate:g}" for rate in RATES])
+    axis.set_xlabel(f"learning rate, seed {TUNING_SEED}")
+    accuracy_axis(axis)
+    legend(axis, 8)
+    return figure
+
+
+def chosen_rate(results: Results, label: str) -> str | None:
+    """The rate with which an arm is most accurate on the tuning seed, the lower of two equal ones; None before that."""
+    tuned = Results(arms=results.arms, seeds=[TUNING_SEED])
+    accuracy = {rate: tuned.ends(label + rate).get(TUNING_SEED) for rate in RATES.values()}
+    return None if None in accuracy.values() else max(accuracy, key=lambda rate: accuracy[rate] or 0.0)
+
+
+def objectives_arms(results: Results) -> dict[str, str]:
+    """Each objective at the rate that was chosen for it."""
+    rates = {label: rate for label in TUNED if (rate := chosen_rate(results, label)) is not None}
+    arms = {label + rate: TUNED[label] for label, rate in rates.items()}
+    if GSPO in rates:
+        arms[GSPO + SAMPLING + rates[GSPO]] = "GSPO + dynamic sampling + soft punishment"
+    return arms
+
+
 def parts(results: Results) -> Figure:
-    return against_grpo(results, PARTS)
+    return against_first(results, PARTS)
 
 
 def objectives(results: Results) -> Figure:
-    return against_grpo(results, OBJECTIVES)
+    return against_first(results, objectives_arms(results))
 
 
-def against_grpo(results: Results, arms: Mapping[str, str]) -> Figure:
+def against_first(results: Results, arms: Mapping[str, str]) -> Figure:
     """Each arm against the first one, which is GRPO."""
-    baseline = results.ends(GRPO)
+    first = next(iter(arms), "")
+    baseline = results.ends(first)
     header("arm", "before", "after", "against GRPO, paired", "uniform groups", "truncated", "steps", "clipped tokens")
     for label, name in arms.items():
         runs = results.runs(label)
@@ -174,7 +213,7 @@ def against_grpo(results: Results, arms: Mapping[str, str]) -> Figure:
             name,
             shown([run.values("eval/accuracy")[0] for run in runs.values()]),
             shown([*ends(runs).values()]),
-            "" if label == GRPO else change(baseline, ends(runs)),
+            "" if label == first else change(baseline, ends(runs)),
             shown(results.late(label, "groups/uniform_fraction")),
             shown(results.late(label, "length/truncated_fraction")),
             plain([run.step for run in runs.values()], "{:.0f}"),
@@ -197,7 +236,7 @@ def against_grpo(results: Results, arms: Mapping[str, str]) -> Figure:
 
 
 def ranges(results: Results) -> Figure:
-    cells = {(name, rate): GSPO + low + high for name, low in RANGES.items() for rate, high in RATES.items()}
+    cells = RANGE_CELLS
     grid(cells, lambda label: shown([*results.ends(label).values()]))
     print("\nLowest seed\n")
     grid(cells, lambda label: plain([min([*results.ends(label).values()], default=None)], "{:.1%}"))
@@ -215,10 +254,10 @@ def ranges(results: Results) -> Figure:
             axis,
             number,
             f"clip range {name}",
-            [[*results.ends(cells[name, rate]).values()] for rate in RATES],
+            [[*results.ends(cells[name, rate]).values()] for rate in RANGE_RATES],
             len(RANGES),
         )
-    axis.set_xticks(range(len(RATES)), [f"{rate:g}" for rate in RATES])
+    axis.set_xticks(range(len(RANGE_RATES)), [f"{rate:g}" for rate in RANGE_RATES])
     axis.set_xlabel("learning rate")
     accuracy_axis(axis)
     legend(axis, 8)
@@ -321,9 +360,9 @@ def row(*cells: str) -> None:
 
 def grid(cells: Mapping[tuple[str, float], object], shows: Callable[..., str]) -> None:
     """A row per clip range, a column per learning rate."""
-    header("clip range", *(f"{rate:g}" for rate in RATES))
+    header("clip range", *(f"{rate:g}" for rate in RANGE_RATES))
     for name in dict.fromkeys(name for name, _ in cells):
-        row(name, *(shows(cells[name, rate]) for rate in RATES))
+        row(name, *(shows(cells[name, rate]) for rate in RANGE_RATES))
 
 
 def plain(values: Sequence[float | None], form: str) -> str:
@@ -380,13 +419,14 @@ def legend(axis: Any, size: int) -> None:
         axis.legend(fontsize=size)
 
 
-QUESTIONS: dict[str, tuple[list[str], Callable[[Results], Figure]]] = {
-    "parts": (list(PARTS), parts),
-    "objectives": (list(OBJECTIVES), objectives),
-    "range": ([GSPO + low + high for low in RANGES.values() for high in RATES.values()], ranges),
-    "groups": (list(GROUPS.values()), groups),
-    "length": (list(LENGTHS), lengths),
-    "entropy": (list(ENTROPIES), entropies),
+QUESTIONS: dict[str, tuple[Callable[[Results], Iterable[str]], Callable[[Results], Figure]]] = {
+    "tuning": (lambda _: [label + rate for label in TUNED for rate in RATES.values()], tuning),
+    "objectives": (objectives_arms, objectives),
+    "parts": (lambda _: PARTS, parts),
+    "range": (lambda _: RANGE_CELLS.values(), ranges),
+    "groups": (lambda _: GROUPS.values(), groups),
+    "length": (lambda _: LENGTHS, lengths),
+    "entropy": (lambda _: ENTROPIES, entropies),
 }
 
 

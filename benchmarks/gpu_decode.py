@@ -24,7 +24,7 @@ from gspo.learner.plan import make_plan
 from gspo.model.adapter import attach
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.packed_forward import supports_packing
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, GenerateOptions
 from gspo.rollout.engines.local import LocalEngine, build
 from gspo.types import Completion, Prompt, Sampling
 
@@ -133,9 +133,8 @@ def time_generate(
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before, start = torch.cuda.memory_allocated(), time.perf_counter()
-    groups = engine.generate(
-        prompts, samples=samples, sampling=Sampling(max_tokens=new), seed=seed, stream="bench", version=0
-    )
+    options = GenerateOptions(samples=samples, sampling=Sampling(max_tokens=new), seed=seed, stream="bench", version=0)
+    groups = engine.generate(prompts, options)
     torch.cuda.synchronize()
     seconds, extra = time.perf_counter() - start, torch.cuda.max_memory_allocated() - before
     return Speed(tokens=sum(len(c.token_ids) for g in groups for c in g), seconds=seconds, extra=extra), groups

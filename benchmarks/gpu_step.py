@@ -20,7 +20,7 @@ from gspo.learner.optimizer import Optimizer
 from gspo.model.compiled_layers import request_compilation
 from gspo.model.load import Policy
 from gspo.objectives.table import objective as build_objective
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, GenerateOptions
 from gspo.rollout.engines.local import build as build_engine
 from gspo.step import learn
 from gspo.types import Group, Sampling, Score, Status
@@ -79,9 +79,10 @@ def bench_step(repeats: int) -> None:
     for step in range(repeats + 1):
         clock = Clock()
         prompts = [replace(p, id=f"{step}/{p.id}") for p in prompts_of(PROMPTS)]
-        completions_P = engine.generate(
-            prompts, samples=COMPLETIONS, sampling=Sampling(max_tokens=NEW), seed=0, stream=f"{step}", version=step
+        options = GenerateOptions(
+            samples=COMPLETIONS, sampling=Sampling(max_tokens=NEW), seed=0, stream=f"{step}", version=step
         )
+        completions_P = engine.generate(prompts, options)
         clock.note("sampling")
         groups = [
             Group(

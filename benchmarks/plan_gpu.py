@@ -160,6 +160,7 @@ class Step:
         import torch
 
         from gspo.learner.batch import TrainBatch
+        from gspo.rollout.engine import GenerateOptions
         from gspo.step import learn
         from gspo.types import Group, Prompt, Sampling, Score, Status
 
@@ -173,12 +174,14 @@ class Step:
         self.clock = Clock(self.policy.device)
         completions_P = self.engine.generate(
             prompts,
-            samples=case.group_size,
-            sampling=Sampling(max_tokens=max_tokens),
-            seed=0,
-            stream=f"{number}",
-            version=number,
-            routes=True,
+            GenerateOptions(
+                samples=case.group_size,
+                sampling=Sampling(max_tokens=max_tokens),
+                seed=0,
+                stream=f"{number}",
+                version=number,
+                routes=True,
+            ),
         )
         self.clock.note(SAMPLING)
         # Half of each group is right, so every completion has an advantage and is computed.

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from gspo.rollout.engine import DecodeStats, EngineContext
+from gspo.rollout.engine import DecodeStats, EngineContext, GenerateOptions
 from gspo.rollout.engines.local import KEEP_GB, LocalEngine
 from gspo.types import Prompt, Sampling
 
@@ -94,15 +94,16 @@ def converse(model: Any, shape: Shape, keep_gb: float) -> tuple[list[tuple[int, 
         return tuple(rng.randrange(VOCABULARY) for _ in range(count))
 
     ids = [tokens(shape.prompt) for _ in range(shape.conversations)]
+    sampling = Sampling(max_tokens=shape.turn)
+    options = GenerateOptions(samples=1, sampling=sampling, seed=0, stream="train/1", version=1)
     seconds = 0.0
     for turn in range(shape.turns):
         prompts = [
             Prompt(id=f"{i}/{turn}", content="", text="", token_ids=read, conversation=str(i))
             for i, read in enumerate(ids)
         ]
-        options: dict[str, Any] = {"seed": 0, "stream": "train/1", "version": 1}
         start = time.thread_time()
-        groups = engine.generate(prompts, samples=1, sampling=Sampling(max_tokens=shape.turn), **options)
+        groups = engine.generate(prompts, options)
         seconds += time.thread_time() - start
         ids = [read + done.token_ids + tokens(shape.observation) for read, (done,) in zip(ids, groups, strict=True)]
     start = time.thread_time()
@@ -118,10 +119,10 @@ def play(run: Path, keep_gb: float) -> tuple[list[tuple[int, ...]], DecodeStats,
     seconds = [0.0]
     generate, build = LocalEngine.generate, agents.engine_for
 
-    def timed(self: LocalEngine, *args: Any, **options: Any) -> Any:
+    def timed(self: LocalEngine, prompts: Any, options: GenerateOptions) -> Any:
         start = time.thread_time()
         try:
-            return generate(self, *args, **options)
+            return generate(self, prompts, options)
         finally:
             seconds[0] += time.thread_time() - start
 

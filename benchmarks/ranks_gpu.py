@@ -43,6 +43,7 @@ from gspo.model.sharding import full, gathered, shard
 from gspo.ranks.group import ONE, Ranks
 from gspo.ranks.start import check_device, join_ranks
 from gspo.ranks.usage import peak_memory
+from gspo.rollout.engine import GenerateOptions
 from gspo.step import learn
 from gspo.types import Completion, Group, Prompt, Sampling, Score, Status, StopReason
 
@@ -203,10 +204,11 @@ def _sample(
 ) -> None:
     """Every rank samples its share of the prompts with gathered weights. Only rank 0's share is compared."""
     prompts = [group.prompt for group in groups]
-    options: dict[str, Any] = {"samples": 4, "sampling": Sampling(max_tokens=most_tokens), "seed": 0}
+    sampling = Sampling(max_tokens=most_tokens)
+    options = GenerateOptions(samples=4, sampling=sampling, seed=0, stream="train/1/0", version=0)
     started = time.monotonic()
     with gathered(policy.model):
-        own = engine.generate(prompts[ranks.rank :: ranks.count], **options, stream="train/1/0", version=0)
+        own = engine.generate(prompts[ranks.rank :: ranks.count], options)
     _synchronize(policy)
     # Until the last rank is done.
     result.sampling_s = float(ranks.max(torch.tensor([time.monotonic() - started], dtype=torch.float64)))

@@ -26,7 +26,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo.model.packed_forward import supports_packing
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, GenerateOptions
 from gspo.rollout.engines import local
 from gspo.types import Prompt, Sampling
 
@@ -104,7 +104,8 @@ def engine_run(model: Any, given: list[Prompt], max_tokens: int, stop_ids: tuple
     sampling = Sampling(max_tokens=max_tokens)
 
     def run(seed: int) -> int:
-        groups = engine.generate(given, samples=SAMPLES, sampling=sampling, seed=seed, stream="bench", version=0)
+        options = GenerateOptions(samples=SAMPLES, sampling=sampling, seed=seed, stream="bench", version=0)
+        groups = engine.generate(given, options)
         return sum(len(completion.token_ids) for group in groups for completion in group)
 
     return run

@@ -23,6 +23,7 @@ from gspo.build import engine_for, policy_for, tokenizer_for
 from gspo.model.partial import decoder_layers
 from gspo.model.sharding import gathered, is_sharded, local, shard
 from gspo.ranks.start import check_device, join_ranks
+from gspo.rollout.engine import GenerateOptions
 from gspo.rollout.lockstep import Lockstep
 from gspo.types import Prompt, Sampling
 
@@ -55,11 +56,13 @@ def main() -> int:
                     stack.enter_context(gathered(policy.model) if mode == "whole" else Lockstep(policy.model, ranks))
                     found = engine.generate(
                         prompts[ranks.rank :: ranks.count],
-                        samples=options.group_size,
-                        sampling=Sampling(max_tokens=options.tokens),
-                        seed=0,
-                        stream=f"train/{repeat}",
-                        version=0,
+                        GenerateOptions(
+                            samples=options.group_size,
+                            sampling=Sampling(max_tokens=options.tokens),
+                            seed=0,
+                            stream=f"train/{repeat}",
+                            version=0,
+                        ),
                     )
                 # Until the last rank is done.
                 spent = ranks.max(torch.tensor([time.monotonic() - started], dtype=torch.float64))

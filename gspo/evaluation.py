@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspo.clock import Clock
-from gspo.rollout.engine import Engine
+from gspo.rollout.engine import Engine, GenerateOptions
 from gspo.rollout.gather import Scorer, sample_groups
 from gspo.student_t import t_point
 from gspo.types import Group, Prompt, Sampling, Score
@@ -134,11 +134,13 @@ def evaluate(
         engine,
         rewards,
         prompts,
-        samples=samples + 1 if greedy else samples,  # the greedy completion comes last
-        sampling=dataclasses.replace(sampling, greedy_last=greedy),
-        seed=seed,
-        stream=stream,
-        version=version,
+        GenerateOptions(
+            samples=samples + 1 if greedy else samples,  # the greedy completion comes last
+            sampling=dataclasses.replace(sampling, greedy_last=greedy),
+            seed=seed,
+            stream=stream,
+            version=version,
+        ),
         clock=Clock(),  # an evaluation is timed as a whole; its sampling is not part of a step's rollout time
     )
     if not greedy:

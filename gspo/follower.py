@@ -14,7 +14,6 @@ import tomllib
 import typing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -34,11 +33,11 @@ from gspo.ranks.group import Ranks
 from gspo.ranks.output import FollowerOutput
 from gspo.ranks.usage import exchange_usage
 from gspo.rollout.data_parallel import sample_share
-from gspo.rollout.engine import Engine
+from gspo.rollout.engine import Engine, GenerateOptions
 from gspo.rollout.vllm.policy import logprobs, whole_tensors
 from gspo.rollout.vllm.weights import Part
 from gspo.step import learn
-from gspo.types import Group, Prompt, Sampling
+from gspo.types import Group, Prompt
 
 
 def follow(ranks: Ranks, output: FollowerOutput) -> None:
@@ -109,25 +108,7 @@ class Follower:
             ranks=self._ranks,
         )
 
-    def generate(
-        self,
-        call: int,
-        prompts: list[Prompt],
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        stream: str,
-        version: int,
-        routes: bool,
-    ) -> None:
-        options: dict[str, Any] = {
-            "samples": samples,
-            "sampling": sampling,
-            "seed": seed,
-            "stream": stream,
-            "version": version,
-            "routes": routes,
-        }
+    def generate(self, call: int, prompts: list[Prompt], options: GenerateOptions) -> None:
         assert self.engine is not None
         ranks = self.context.ranks
         sample_share(self.engine, self.context.policy.model, ranks, call=call, prompts=prompts, options=options)

@@ -2,7 +2,7 @@
 
     take a batch  ->  learn  ->  evaluate  ->  record  ->  save          `Loop._step` is one iteration
 
-`collector.py` collects the batches: in turn with training or, with `rollout.max_lag`, ahead of it.
+`collection/collector.py` collects the batches: in turn with training or, with `rollout.max_lag`, ahead of it.
 
 In: the components of a run and its directory. Out: a `TrainerState` after every step. Invariant: a checkpoint holds the
 state and the weights of a finished step, or of one whose evaluation is still pending. A signal interrupts sampling,
@@ -23,9 +23,20 @@ from typing import Any
 from gspo.activity import activity
 from gspo.build import load_reference, saved_model
 from gspo.callbacks import Callbacks
+from gspo.checkpoints.resume_checks import (
+    change_texts,
+    changed_objective,
+    changed_settings,
+    check_data_and_model,
+    check_may_change,
+    initial_state,
+)
+from gspo.checkpoints.rollback import RollBack, carry_out, record_rollback, rollback_or
+from gspo.checkpoints.saving import Saver
 from gspo.clock import Clock
 from gspo.cold_start import run_cold_start
-from gspo.collector import Ahead, Collector, InTurn
+from gspo.collection.collector import Ahead, Collector, InTurn
+from gspo.collection.span_collector import InTurns
 from gspo.config import EvalConfig, EvalSetConfig
 from gspo.context import RunContext
 from gspo.errors import CheckpointError, DiskError, EngineError, MismatchError
@@ -39,6 +50,7 @@ from gspo.model.load import reload_weights
 from gspo.model.save import save_model
 from gspo.objectives.adaptive_clip import ClipRange, at_limit
 from gspo.objectives.describe import resolved
+from gspo.ranks.environment import resume_command
 from gspo.ranks.usage import RankUsage, exchange_usage
 from gspo.record.eval_metrics import rank_timings, step_eval_metrics, step_timings
 from gspo.record.held_out import HeldOutScores
@@ -52,19 +64,8 @@ from gspo.record.run_format import FORMAT
 from gspo.record.sinks import Sinks
 from gspo.record.start_report import check_disk_space, report_components, report_setup
 from gspo.reduction import combined
-from gspo.resume_checks import (
-    change_texts,
-    changed_objective,
-    changed_settings,
-    check_data_and_model,
-    check_may_change,
-    initial_state,
-)
-from gspo.rollback import RollBack, carry_out, record_rollback, rollback_or
 from gspo.rollout.gather import CollectResult
-from gspo.saving import Saver
 from gspo.signals import Interrupted, StopRequest
-from gspo.span_collector import InTurns
 from gspo.step import learn
 from gspo.types import Prompt, without_columns
 
@@ -222,10 +223,12 @@ class Loop:
                 pending={"step": step, "tokens/sampled": tokens, **metrics},
             )
         )
-        collector.trained(learned_state)
+        try:
+            collector.trained(learned_state)
+        finally:  # also if there is no room for the sampler's weights: the step is done, and a replay needs these
+            self._write_rollouts(step, context, collected, learned)
         with context.ranks.together("exchange_usage"):
             usage = exchange_usage(context.ranks, context.policy.device)
-        self._write_rollouts(step, context, collected, learned)
         self.sinks.completions(step, collected.rollouts.groups)
         self._check_updates(state, context, collected, learned)
         self._report_clip_limit(step, state.clip_scale, learned_state.clip_scale)
@@ -559,7 +562,7 @@ class Loop:
             if self._latest is None:
                 raise
             self.saver.save(self._latest)
-            raise type(error)(f"{error}. The run is saved: gspo train --resume {self.run_dir.path}") from error
+            raise type(error)(f"{error}. The run is saved: {resume_command(self.run_dir.path)}") from error
 
     @contextmanager
     def _checkpoint_on_full_disk(self) -> Iterator[None]:

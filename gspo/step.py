@@ -33,6 +33,7 @@ from gspo.learner.forward import attempts, micro_batches, training_forward
 from gspo.learner.result import GradientResult, GradientStats, LearnResult, LearnStats
 from gspo.objectives.loss import loss_of
 from gspo.objectives.samples import keeps_group, train_samples
+from gspo.rollout.engine import GenerateOptions
 from gspo.rollout.gather import CollectResult, Gatherer, RolloutState, sample_groups, with_unique_ids
 from gspo.types import Group
 
@@ -59,13 +60,15 @@ def collect(context: RunContext, start: RolloutState, *, clock: Clock, version: 
             engine,
             context.rewards,
             with_unique_ids([context.problems.train[i] for i in taken.indices]),
-            samples=rollout.group_size,
-            sampling=rollout.sampling,
-            seed=context.config.seed,
-            stream=f"train/{gatherer.batch}/{request.cursor}",
-            version=version,  # an engine with its own copy of the weights receives them first
+            GenerateOptions(
+                samples=rollout.group_size,
+                sampling=rollout.sampling,
+                seed=context.config.seed,
+                stream=f"train/{gatherer.batch}/{request.cursor}",
+                version=version,  # an engine with its own copy of the weights receives them first
+                routes=True,  # the experts of an MoE model, for routing replay; a dense model has none
+            ),
             clock=clock,
-            routes=True,  # the experts of an MoE model, for routing replay; a dense model has none
         )
         gatherer.add(groups, taken)
     return gatherer.result(version, decoded_before, engine.decoded)

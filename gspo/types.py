@@ -317,13 +317,6 @@ def branch_paths(prompt: int, tokens: int, branches: Sequence[Branch]) -> list[l
     return paths
 
 
-def branch_ids(prompt_ids: Sequence[int], completion: Completion) -> list[tuple[int, ...]]:
-    """The tokens that the model reads in each branch of a completion, from the prompt on."""
-    ids = (*prompt_ids, *completion.token_ids)
-    paths = branch_paths(len(prompt_ids), len(completion.token_ids), completion.branches)
-    return [tuple(ids[i] for i in path) for path in paths]
-
-
 def without_columns(groups: Sequence[Group]) -> tuple[Group, ...]:
     """The groups as other processes get them."""
     return tuple(replace(group, prompt=group.prompt.without_columns()) for group in groups)

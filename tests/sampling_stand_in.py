@@ -18,10 +18,10 @@ import orjson
 import pytest
 from torch import Tensor
 
+from gspo.collection.sampler import Sampler
 from gspo.errors import EngineError
 from gspo.ranks.codec import convert, encode
 from gspo.rollout.sampling_process import Sampled, SamplingProcess
-from gspo.sampler import Sampler
 from gspo.step import learn
 from gspo.types import Completion
 
@@ -53,7 +53,7 @@ class StandIn(SamplingProcess):
             raise EngineError("the sampling process was closed")
         sampler.load(name, str(self._file(name)))
         extensions = command.get("extensions")
-        streams = {command["options"]["stream"]} if extensions is None else {e.stream for e in extensions}
+        streams = {command["options"].stream} if extensions is None else {e.stream for e in extensions}
         weights = {k: w.clone() for k, w in sampler.policy.model.named_parameters()}
         self.loaded += [(stream, weights) for stream in sorted(streams)]
         time.sleep(self.delays.uniform(0, self.longest_s))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
-import subprocess
 import sys
+import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +14,20 @@ from typing import Any
 
 import pytest
 
-from gspo.config import ObjectiveConfig
+from gspo.cli import build_parser
+from gspo.config import ObjectiveConfig, load
+from gspo.suites import suite_names
 from gspo.view.compare.arms import parse_arms
 from gspo.view.compare.plan import arm_configs
 from gspo.view.compare.record import run_path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "benchmarks" / "evidence.md"
 
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("compared", "evidence")
+    names = ("compared", "evidence", "evidence_gpu")
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in names:
         sys.modules.pop(name, None)
@@ -79,7 +80,8 @@ def test_the_demonstrations_have_different_lengths_for_the_same_kind_of_problem(
 
 def test_the_arms_are_accepted(benchmarks: SimpleNamespace, tmp_path: Path) -> None:
     settings = [f"--data.path={benchmarks.evidence.written_problems(tmp_path)}"]
-    labels = {label for arms, _ in benchmarks.evidence.QUESTIONS.values() for label in arms}
+    results = benchmarks.evidence.Results(arms=tmp_path / "arms", seeds=[0])
+    labels = {label for arms, _ in benchmarks.evidence.QUESTIONS.values() for label in arms(results)}
     configs = arm_configs(benchmarks.evidence.RECIPE, settings, parse_arms(",".join(labels)))
     # Equal work per step, so that arms with equal tokens take steps of equal size.
     assert {c.rollout.prompts * c.rollout.group_size for c in configs.values()} == {128}
@@ -97,26 +99,75 @@ def test_the_report_of_no_runs_has_no_numbers(
     assert {file.stem for file in tmp_path.glob("*.png")} == set(benchmarks.evidence.QUESTIONS)
 
 
-def blocks() -> list[str]:
-    """The blocks of the page with a comparison."""
-    text = PAGE.read_text(encoding="utf-8")
-    found = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [block for block in found if block.startswith("gspo compare")]
+def places(benchmarks: SimpleNamespace, folder: Path, seeds: str = "0") -> Any:
+    return benchmarks.evidence_gpu.Places(out=folder / "out", data=folder, smollm2="small", qwen="large", seeds=seeds)
 
 
-@pytest.mark.parametrize("block", blocks(), ids=lambda text: text.split()[2])
-def test_the_comparisons_that_the_page_proposes_are_accepted(
-    block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_commands_for_a_gpu_are_accepted(
+    benchmarks: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The words as a shell reads them, with its quotes and continued lines.
-    script = f'gspo() {{ printf "%s\\n" "$@"; }}\n{block}'
-    words = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()[1:]
-    # The files that the commands and their recipes name are read from the working directory.
-    monkeypatch.chdir(tmp_path)
-    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "DIR/problems.jsonl"):
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).touch()
-    arms = words[words.index("--objectives") + 1]
-    # As for the comparison itself, a setting of the recipe is KEY=VALUE in one word.
-    settings = [word for word in words if word.startswith("--") and "=" in word]
-    assert arm_configs(ROOT / words[0], settings, parse_arms(arms))
+    gpu = benchmarks.evidence_gpu
+    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "mbpp.jsonl"):
+        (tmp_path / name).touch()
+    commands = [c.words for question in gpu.QUESTIONS.values() for c in question.commands(places(benchmarks, tmp_path))]
+    kinds = {"compare": 0, "train": 0, "eval": 0, "benchmarks/upcycle.py": 0}
+    monkeypatch.chdir(ROOT)
+    for words in commands:
+        kind = words[2] if words[0] == "-m" else words[0]
+        kinds[kind] += 1
+        if kind == "benchmarks/upcycle.py":
+            continue
+        # The command line's own options are checked by its parser, and the rest are settings of the recipe.
+        options, settings = build_parser().parse_known_args(words[2:])
+        if kind == "compare":
+            assert arm_configs(Path(options.recipe), settings, parse_arms(options.objectives))
+        elif kind == "train":
+            load(options.recipe, settings)
+        else:
+            assert options.suite.partition("=")[0] in suite_names()
+    assert all(kinds.values())
+
+
+def test_a_rate_is_chosen_on_the_tuning_seed_alone(benchmarks: SimpleNamespace, tmp_path: Path) -> None:
+    gpu = benchmarks.evidence_gpu
+    where = places(benchmarks, tmp_path, "0-2")
+    better, arms = gpu.GSPO + gpu.WIDE, where.out / "smollm2"
+    for arm in gpu.TUNING_ARMS:
+        assert not gpu.QUESTIONS["tuned"].after(where)
+        write_run(arms, arm, gpu.TUNING_SEED, [0.1, 0.6 if arm == better else 0.5], [0.1], ended=True)
+        # The seeds that are reported must not choose.
+        write_run(arms, arm, 0, [0.1, 0.2 if arm == better else 0.9], [0.1], ended=True)
+    assert gpu.QUESTIONS["tuned"].after(where)
+    (command,) = gpu.tuned(where)
+    chosen = parse_arms(command.words[command.words.index("--objectives") + 1])
+    assert [arm.label for arm in chosen if arm.label.startswith("gspo+clip")] == [better]
+
+
+def test_work_stops_in_time_and_continues(benchmarks: SimpleNamespace, tmp_path: Path) -> None:
+    gpu, made = benchmarks.evidence_gpu, [tmp_path / "a", tmp_path / "b"]
+    # The second command never ends by itself.
+    touch = ("-c", f"import pathlib; pathlib.Path({str(made[0])!r}).touch()")
+    wait = ("-c", "import time; time.sleep(1000)")
+    commands = [gpu.Command(words=touch, leaves=made[0]), gpu.Command(words=wait, leaves=made[1])]
+    while not made[0].exists():  # on a loaded machine Python may need longer to start than the first deadlines
+        assert gpu.run(commands, time.monotonic() + 2) == gpu.UNFINISHED
+    made[1].touch()
+    assert gpu.run(commands, time.monotonic() + 2) == 0
+    assert gpu.run([gpu.Command(words=("-c", "raise SystemExit(4)"))], None) == 4
+
+
+def test_packed_runs_are_finished_ones_without_weights(benchmarks: SimpleNamespace, tmp_path: Path) -> None:
+    arms = tmp_path / "out" / "smollm2"
+    for seed, ended in ((0, True), (1, False)):
+        write_run(arms, "gspo", seed, [0.2, 0.5], [0.1], ended=ended)
+        weights = run_path(arms, "gspo", seed) / "checkpoints" / "000001"
+        weights.mkdir(parents=True)
+        (weights / "model.safetensors").touch()
+    (arms / "compare.toml").touch()
+    benchmarks.evidence_gpu.pack(tmp_path / "out", tmp_path / "file.tar.gz")
+    with tarfile.open(tmp_path / "file.tar.gz") as archive:
+        archive.extractall(tmp_path / "elsewhere", filter="data")
+    other = tmp_path / "elsewhere" / "smollm2"
+    assert benchmarks.compared.ends(benchmarks.compared.finished(other, "gspo", [0, 1])) == {0: 0.5}
+    assert (other / "compare.toml").is_file()
+    assert not [*other.rglob("*.safetensors")]

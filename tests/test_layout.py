@@ -27,8 +27,7 @@ LAYERS = (
         "types",
         "clock",
         "field_types",
-        "http_calls",
-        "loopback",
+        "network",
         "ranks",
         "redact",
         "reduction",
@@ -38,7 +37,7 @@ LAYERS = (
         "site",
         "student_t",
     },
-    {"aliases", "config", "equivalents", "hub"},
+    {"aliases", "config", "equivalents"},
     {"cluster", "data", "model", "objectives"},
     {"reward", "rollout"},
     {"environment"},
@@ -47,10 +46,10 @@ LAYERS = (
     {"context"},
     {"build", "step", "trust", "evaluation"},
     {"record"},
-    {"callbacks", "cold_start", "collector", "resume_checks", "rollback", "saving"},
-    {"contamination", "span_collector"},
+    {"callbacks", "checkpoints", "cold_start", "collection"},
+    {"contamination"},
     {"suites"},
-    {"loop", "follower", "sampler"},
+    {"loop", "follower"},
     {"trainer"},
     {"view", "preflight"},
     {"commands"},
@@ -63,7 +62,7 @@ LAYERS = (
 
 WITHIN = {
     ("safe_output", "redact"),
-    ("loopback", "errors"),
+    ("network", "errors"),
     ("errors", "redact"),
     ("errors", "site"),
     ("ranks", "clock"),
@@ -86,6 +85,13 @@ def layer(name: str) -> int:
 def test_every_module_has_a_layer() -> None:
     found = {p.name for p in pkgutil.iter_modules([str(ROOT)])}
     assert found - {"recipes"} == set().union(*LAYERS)
+
+
+def test_the_architecture_page_names_every_package_and_module() -> None:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tables = page.partition("## Packages")[2].partition("\n## ")[0]
+    named = {name.strip("/").removesuffix(".py") for name in re.findall(r"`(\w+(?:/|\.py))`", tables)}
+    assert set().union(*LAYERS) - {"__main__"} <= named
 
 
 def test_no_stage_imports_a_later_one() -> None:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import gspo.loop
+from gspo.checkpoints.rollback import with_rollback
 from gspo.config import Config, ModelConfig
 from gspo.data.difficulty import Difficulty
 from gspo.errors import AlarmError, ConfigError, DiskError, NumericalError
@@ -31,7 +32,6 @@ from gspo.record.retention import for_rollback
 from gspo.record.rollbacks import Rollback, horizon
 from gspo.record.run_dir import RunDir, read_events, read_jsonl, read_metrics
 from gspo.reduction import Same
-from gspo.rollback import with_rollback
 from gspo.rollout.gather import RolloutState
 from gspo.trainer import resume, train
 from gspo.view.replay.replay import Request, compute
@@ -344,7 +344,7 @@ def test_without_a_good_checkpoint_the_alarm_stops_the_run(tiny: Callable[..., C
     with repetition_in(range(100)), pytest.raises(AlarmError, match="since the first step"):
         train(tiny(*SETTINGS, run_dir="a"), display)
     config = tiny(*SETTINGS, run_dir="b")
-    damage_all = gspo.rollback.checkpoint.newest
+    damage_all = gspo.checkpoints.rollback.checkpoint.newest
 
     def damaged(folder: Path, *options: Any, **named: Any) -> Any:
         for path in checkpoint.saved(folder):

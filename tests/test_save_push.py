@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gspo
-import gspo.hub
+import gspo.network.hub
 from gspo.cli import main
 from gspo.config import Config
 from gspo.trainer import train
@@ -66,7 +66,7 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     found = Hub()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: found)
-    monkeypatch.setattr(gspo.hub, "unreachable_host", lambda: "")
+    monkeypatch.setattr(gspo.network.hub, "unreachable_host", lambda: "")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return found
 

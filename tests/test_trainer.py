@@ -131,7 +131,7 @@ def test_a_refused_resume_changes_no_settings(
     train(config, display)
     files = [run_of(config) / name for name in ("config.toml", "environment.json")]
     before = [file.read_text() for file in files]
-    monkeypatch.setattr("gspo.resume_checks.fingerprint", lambda problems: "others")
+    monkeypatch.setattr("gspo.checkpoints.resume_checks.fingerprint", lambda problems: "others")
     with pytest.raises(ConfigError, match="the problems are not those"):
         resume(run_of(config), display, steps=4, overrides=["learner.learning_rate=1e-5"])
     assert [file.read_text() for file in files] == before

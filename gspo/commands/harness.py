@@ -27,6 +27,7 @@ from gspo.commands.command import quiet_libraries
 from gspo.errors import ConfigError, EngineError
 from gspo.record.run_dir import replace_text
 from gspo.serving.harness import HARNESSES, Endpoint, Findings, Harness
+from gspo.signals import exit_process
 
 _LOG = "output.log"
 _RESULT = "result.json"
@@ -159,7 +160,7 @@ def _folder(options: argparse.Namespace, stack: ExitStack) -> Path:
 def _run(command: list[str], more: dict[str, str], server: Any, log: Path) -> int:
     """Run the harness while this thread samples for it; its exit code."""
     token = server.token.encode()
-    before = signal.signal(signal.SIGTERM, _stop)
+    before = signal.signal(signal.SIGTERM, exit_process)
     process = subprocess.Popen(
         command,
         env=dict(os.environ) | {"PYTHONUNBUFFERED": "1"} | more,
@@ -206,7 +207,3 @@ def _failure(name: str, code: int, log: Path, *, kept: bool) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     last = lines[-1][:300] if lines else "nothing"
     return f"{name} ended with exit code {code}; its last line: {last}" + (f" (all of it: {log})" if kept else "")
-
-
-def _stop(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import DataError
-from gspo.hub import unreachable_host
+from gspo.network.hub import unreachable_host
 
 # The default of 131,072 characters is too small for some prompts. The limit must fit into a C long.
 _LARGEST_CELL = 2**31 - 1

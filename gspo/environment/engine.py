@@ -24,8 +24,8 @@ from gspo.environment.conversation import Transcript
 from gspo.environment.host import Answer, EnvironmentHost
 from gspo.environment.template import ObservationTemplate
 from gspo.errors import DataError
-from gspo.rollout.engine import DecodeStats, Engine, EngineContext
-from gspo.types import Completion, ConversationEnd, Messages, Prompt, Sampling, StopReason
+from gspo.rollout.engine import DecodeStats, Engine, EngineContext, GenerateOptions
+from gspo.types import Completion, ConversationEnd, Messages, Prompt, StopReason
 
 ROWS = 64
 """Rows in one call of the environment, where it is asked about many."""
@@ -90,29 +90,14 @@ class ConversationEngine:
         other._engine = engine
         return other
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        stream: str,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
         transcripts = [
-            Transcript(prompt, sample, max_tokens=sampling.max_tokens, version=version)
+            Transcript(prompt, sample, max_tokens=options.sampling.max_tokens, version=options.version)
             for prompt in prompts
-            for sample in range(samples)
+            for sample in range(options.samples)
         ]
-
-        def sample_turns(ready: Sequence[Transcript]) -> list[Completion]:
-            options = {"seed": seed, "stream": stream, "version": version, "routes": routes}
-            return self._sample_turns(ready, samples, sampling, options)
-
         # What the engine may keep of a conversation between its turns, by its name.
-        kept = {_name(t, seed, stream): t for t in transcripts}
+        kept = {_name(t, options): t for t in transcripts}
         with activity("conversations", total=len(transcripts)) as doing:
 
             def sample_counted(ready: Sequence[Transcript]) -> list[Completion]:
@@ -121,14 +106,15 @@ class ConversationEngine:
                     self._engine.end_conversations(ended)
                     for name in ended:
                         del kept[name]
-                return sample_turns(ready)
+                return self._sample_turns(ready, options)
 
             try:
-                self._converse(transcripts, f"{seed}/{stream}", sample_counted)
+                self._converse(transcripts, f"{options.seed}/{options.stream}", sample_counted)
             finally:
                 self._engine.end_conversations(list(kept))
         texts = self._texts([t.token_ids for t in transcripts])
         done = [t.completion(text) for t, text in zip(transcripts, texts, strict=True)]
+        samples = options.samples
         return [done[i : i + samples] for i in range(0, len(done), samples)] if samples else [[] for _ in prompts]
 
     def play(self, prompts: Sequence[Prompt]) -> list[Completion | None]:
@@ -264,14 +250,13 @@ class ConversationEngine:
 
     # ---- one round of sampling
 
-    def _sample_turns(
-        self, ready: Sequence[Transcript], samples: int, sampling: Sampling, options: Mapping[str, Any]
-    ) -> list[Completion]:
+    def _sample_turns(self, ready: Sequence[Transcript], options: GenerateOptions) -> list[Completion]:
         """The next turn of each conversation."""
+        sampling = options.sampling
         limits = [min(self._config.turn_tokens or t.room, t.room) for t in ready]
         calls: dict[tuple[int, bool], list[int]] = {}
         for i, transcript in enumerate(ready):
-            greedy = sampling.greedy_last and transcript.sample == samples - 1
+            greedy = sampling.greedy_last and transcript.sample == options.samples - 1
             limit = max(limits)
             if self._positions is not None and len(transcript.context) + limit > self._positions:
                 limit = limits[i]
@@ -279,9 +264,8 @@ class ConversationEngine:
         done: dict[int, Completion] = {}
         for (limit, greedy), members in calls.items():
             limited = replace(sampling.greedy if greedy else sampling, max_tokens=limit, greedy_last=False)
-            names = [_name(ready[i], options["seed"], options["stream"]) for i in members]
-            turns = [_turn_prompt(ready[i], name) for i, name in zip(members, names, strict=True)]
-            completions = self._engine.generate(turns, samples=1, sampling=limited, **options)
+            turns = [_turn_prompt(ready[i], _name(ready[i], options)) for i in members]
+            completions = self._engine.generate(turns, replace(options, samples=1, sampling=limited))
             for i, (completion,) in zip(members, completions, strict=True):
                 # Sampled with the longest limit of the round. What exceeds its own was sampled in vain.
                 done[i] = _cut(completion, limits[i])
@@ -320,9 +304,9 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     return {**prompt.columns, "prompt": prompt.content}
 
 
-def _name(transcript: Transcript, seed: int, stream: str) -> str:
+def _name(transcript: Transcript, options: GenerateOptions) -> str:
     """The name of a conversation for the engine."""
-    return f"{seed}/{stream}/{transcript.prompt.id}/{transcript.sample}"
+    return f"{options.seed}/{options.stream}/{transcript.prompt.id}/{transcript.sample}"
 
 
 def _turn_prompt(transcript: Transcript, conversation: str) -> Prompt:

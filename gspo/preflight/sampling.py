@@ -25,6 +25,7 @@ from gspo.preflight.findings import Finding, fail, note, ok, warning
 from gspo.preflight.machine import digits, human
 from gspo.preflight.memory import estimate
 from gspo.preflight.step_time import batches_per_step
+from gspo.rollout.engine import GenerateOptions
 from gspo.rollout.gather import sample_groups, with_unique_ids
 from gspo.types import Group, Prompt, StopReason
 
@@ -96,15 +97,15 @@ def _sample(context: PreflightContext, prompts: Sequence[Prompt]) -> list[Group]
         context.engine,
         context.rewards,
         prompts,
-        samples=rollout.group_size,
-        sampling=rollout.sampling,
-        seed=context.config.seed,
-        # The stream of the first batch of step 1.
-        stream="train/1/0",
-        version=0,
+        GenerateOptions(
+            samples=rollout.group_size,
+            sampling=rollout.sampling,
+            seed=context.config.seed,
+            stream="train/1/0",  # that of the first batch of step 1
+            version=0,
+            routes=True,  # routing replay in the next check needs the experts
+        ),
         clock=clock,
-        # Routing replay in the next check needs the experts.
-        routes=True,
     )
     context.timings = Timings(
         completions=len(prompts) * rollout.group_size,

@@ -1274,7 +1274,7 @@ METRICS = (
     ),
     Metric(
         "lag/dropped_tokens",
-        "Tokens that were sampled in vain.",
+        "Sampled tokens of completions that were dropped, which no step trains on.",
         present='`over_lag = "drop"`',
         unit="count",
         reduction=Reduction.SUM,

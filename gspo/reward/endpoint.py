@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from gspo.errors import ConfigError, RewardError
-from gspo.http_calls import HttpCalls, Response
+from gspo.network.http_calls import HttpCalls, Response
 from gspo.redact import HIDDEN, redacted, sounds_secret
 from gspo.reward.function import RewardWarning, one_line
 

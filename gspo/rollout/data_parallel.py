@@ -17,10 +17,10 @@ from gspo.errors import EngineError, RankError
 from gspo.model.sharding import gathered
 from gspo.ranks.codec import decode, encode
 from gspo.ranks.group import Ranks
-from gspo.rollout.engine import DecodeStats, Engine
+from gspo.rollout.engine import DecodeStats, Engine, GenerateOptions
 from gspo.rollout.lockstep import Lockstep
 from gspo.signals import Interrupted, shielded
-from gspo.types import Completion, Prompt, Sampling
+from gspo.types import Completion, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,35 +56,18 @@ class DataParallelEngine:
     def reports_routes(self) -> bool:
         return self._own.reports_routes
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        stream: str,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
-        options: dict[str, Any] = {
-            "samples": samples,
-            "sampling": sampling,
-            "seed": seed,
-            "stream": stream,
-            "version": version,
-            "routes": routes,
-        }
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
         # The turns of a conversation may be sampled by different ranks, so nothing is kept for the next one.
         prompts = [replace(prompt, conversation="") for prompt in prompts]
         with self._ranks.peers_answer(), ExitStack() as stack:
             try:
                 with shielded():  # a stop request in between would leave the followers waiting
-                    self._ranks.call("generate", prompts=[prompt.without_columns() for prompt in prompts], **options)
+                    plain = [prompt.without_columns() for prompt in prompts]
+                    self._ranks.call("generate", prompts=plain, options=options)
                     if not self._ranks.by_layer:
                         stack.enter_context(gathered(self._model))
-                with _sampling(self._model, self._ranks), self._ranks.clock.measure(_purpose(stream)):
-                    own = self._own.generate(prompts[:: self._ranks.count], **options)
+                with _sampling(self._model, self._ranks), self._ranks.clock.measure(_purpose(options)):
+                    own = self._own.generate(prompts[:: self._ranks.count], options)
                 replies: list[Reply] = [decode(Reply, data) for data in self._ranks.replies()]
             except BaseException:
                 # The followers reply all the same. The next command drops their replies.
@@ -111,7 +94,7 @@ class DataParallelEngine:
 
 
 def sample_share(
-    engine: Engine, model: Any, ranks: Ranks, *, call: int, prompts: Sequence[Prompt], options: dict[str, Any]
+    engine: Engine, model: Any, ranks: Ranks, *, call: int, prompts: Sequence[Prompt], options: GenerateOptions
 ) -> None:
     """What a follower does while the leader is in `generate`."""
     before = engine.decoded or DecodeStats()
@@ -119,8 +102,8 @@ def sample_share(
     stoppable = nullcontext() if ranks.by_layer else ranks.watch.cancellable(call)
     with nullcontext() if ranks.by_layer else gathered(model):
         try:
-            with stoppable, _sampling(model, ranks), ranks.clock.measure(_purpose(options["stream"])):
-                completions = engine.generate(prompts[ranks.rank :: ranks.count], **options)
+            with stoppable, _sampling(model, ranks), ranks.clock.measure(_purpose(options)):
+                completions = engine.generate(prompts[ranks.rank :: ranks.count], options)
             spent = (engine.decoded or DecodeStats()) - before
             reply = Reply(completions=tuple(map(tuple, completions)), decoded=spent)
         except Interrupted:
@@ -145,6 +128,6 @@ def _sampling(model: Any, ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def _purpose(stream: str) -> str:
+def _purpose(options: GenerateOptions) -> str:
     """What completions are sampled for: the random streams of training batches are `train/...`."""
-    return stream.partition("/")[0]
+    return options.stream.partition("/")[0]

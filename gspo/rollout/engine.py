@@ -71,6 +71,28 @@ class EngineTraits:
     """The options that make it run or contact what somebody else wrote, as (what happens, key to remember)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExtendOptions:
+    """How an engine continues completions."""
+
+    sampling: Sampling
+    seed: int
+    version: int
+    """The version of the learner's current weights, which is stored in every completion."""
+    routes: bool = False
+    """Whether the experts are wanted, if the engine reports them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ExtendOptions):
+    """How an engine samples the completions of prompts."""
+
+    samples: int
+    """Completions per prompt."""
+    stream: str
+    """The occasion (`train/12`, `eval/20`), so that a prompt that occurs again gets fresh samples."""
+
+
 class Engine(Protocol):
     """Samples completions from the current policy."""
 
@@ -89,21 +111,8 @@ class Engine(Protocol):
         """Whether completions can carry the experts that computed them."""
         ...
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        stream: str,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
-        """Sample `samples` completions of each prompt from the learner's current weights.
-
-        `stream` names the occasion (`train/12`, `eval/20`), so that a prompt that occurs again gets fresh samples.
-        `version` is stored in every completion. `routes` requests the experts, if the engine reports them."""
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
+        """Sample `options.samples` completions of each prompt from the learner's current weights."""
         ...
 
     def sync(self, version: int) -> None:
@@ -130,7 +139,7 @@ class Extension:
     completions: tuple[Completion, ...]
     """Those that were cut are continued, the others stay as they are."""
     stream: str
-    """The occasion, as in `Engine.generate`. A completion has the same one in every call."""
+    """The occasion, as in `GenerateOptions`. A completion has the same one in every call."""
     tokens: int
     """Each is continued by at most this many tokens, and then cut again."""
 
@@ -138,19 +147,12 @@ class Extension:
 class ExtendingEngine(Engine, Protocol):
     """An engine that continues completions which were cut.
 
-    Sampling in parts gives the distribution of sampling at once. Engines whose random numbers depend on the position
-    in a completion (`local`) give the same completion, up to rounding, if the weights have not changed in between."""
+    Sampling in parts gives the same distribution as sampling in one call. Engines whose random numbers depend on the
+    position in a completion (`local`) give the same completion, up to rounding, if the weights have not changed in
+    between."""
 
-    def extend(
-        self,
-        extensions: Sequence[Extension],
-        *,
-        sampling: Sampling,
-        seed: int,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
-        """Continue completions with the learner's current weights, whose version is `version`.
+    def extend(self, extensions: Sequence[Extension], options: ExtendOptions) -> list[list[Completion]]:
+        """Continue completions with the learner's current weights.
 
         The prompt and the tokens so far are prefilled with these weights. Tokens that exist keep their log-probs and
         their experts. `Completion.spans` says which weights sampled which tokens. A completion without tokens (`begun`)
@@ -343,7 +345,26 @@ def build_engine(name: str, context: EngineContext, options: Mapping[str, Any]) 
                 f"rollout.engine_options.{option}: engine {name!r} has no such option; it has: "
                 f"{', '.join(known) or 'none'}"
             )
-    return build(context, **options)
+    engine = build(context, **options)
+    _check_methods(name, engine)
+    return engine
+
+
+def _check_methods(name: str, engine: Any) -> None:
+    """Raise before the run if methods of an engine cannot be called as the protocol says."""
+    called = {"generate": "prompts, options: GenerateOptions"}
+    if engine_traits(name).extends:
+        called["extend"] = "extensions, options: ExtendOptions"
+    for method, parameters in called.items():
+        signature = inspect.signature(getattr(engine, method))
+        try:
+            signature.bind((), None)
+        except TypeError:
+            raise ConfigError(
+                f"rollout.engine: engine {name!r} declares {method}{signature}, but is called with two arguments; "
+                f"declare {method}(self, {parameters}), and read the settings of the call from options "
+                "(docs/engines.md#writing-an-engine)"
+            ) from None
 
 
 def engine_traits(name: str) -> EngineTraits:

@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 from gspo.clock import Clock
 from gspo.data.difficulty import Difficulty
 from gspo.data.order import Taken
-from gspo.rollout.engine import DecodeStats, Engine
-from gspo.types import Completion, Group, Prompt, Sampling, Score, Status
+from gspo.rollout.engine import DecodeStats, Engine, GenerateOptions
+from gspo.types import Completion, Group, Prompt, Score, Status
 
 
 class Scorer(Protocol):
@@ -32,22 +32,15 @@ def sample_groups(
     engine: Engine,
     scorer: Scorer,
     prompts: Sequence[Prompt],
+    options: GenerateOptions,
     *,
-    samples: int,
-    sampling: Sampling,
-    seed: int,
-    stream: str,
-    version: int,
     clock: Clock,
-    routes: bool = False,
 ) -> list[Group]:
-    """Sample `samples` completions of each prompt and score them. Training, evaluation and the doctor all sample here.
+    """Sample completions of each prompt and score them. Training, evaluation and the doctor all sample here.
 
     The clock measures sampling as `rollout` and scoring as `reward`."""
     with clock.measure("rollout"):
-        completions_P = engine.generate(
-            prompts, samples=samples, sampling=sampling, seed=seed, stream=stream, version=version, routes=routes
-        )
+        completions_P = engine.generate(prompts, options)
     with clock.measure("reward"):
         scores_P = scorer.score(list(zip(prompts, completions_P, strict=True)))
     scored = zip(prompts, completions_P, scores_P, strict=True)
@@ -86,7 +79,7 @@ class DroppedCompletion:
     prompt_id: str
     sample: int
     tokens: int
-    """Tokens that were sampled in vain."""
+    """Its sampled tokens, which no step trains on."""
 
 
 @dataclass(frozen=True, kw_only=True)

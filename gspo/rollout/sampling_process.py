@@ -32,8 +32,8 @@ from gspo.activity import activity
 from gspo.errors import DiskError, EngineError, WeightSyncError
 from gspo.ranks.codec import convert, encode
 from gspo.ranks.environment import without_launcher
-from gspo.rollout.engine import DecodeStats, Extension
-from gspo.types import Completion, Prompt, Sampling, StopReason
+from gspo.rollout.engine import DecodeStats, ExtendOptions, Extension, GenerateOptions
+from gspo.types import Completion, Prompt, StopReason
 
 LAST_LINES = 5
 """Lines of the log that an error quotes."""
@@ -92,7 +92,7 @@ class SamplingProcess:
         self._buffer = b""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gspo.sampler", str(self._folder)],
+                [sys.executable, "-m", "gspo.collection.sampler", str(self._folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -152,24 +152,13 @@ class SamplingProcess:
 
     # ---- sampling
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        stream: str,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
         """Sample from the learner's current weights, once a call in progress has finished."""
-        options = _options(samples, sampling, seed, stream, version, routes)
         with self._busy:
             self.start()
             self._write(_CURRENT, self._weights())
             self._loaded = ""
-            return self._sample(_CURRENT, _generate(prompts, options), samples * len(prompts))
+            return self._sample(_CURRENT, _generate(prompts, options), options.samples * len(prompts))
 
     def after_step(self, step: int) -> WeightsEngine:
         """An engine that samples from the weights after `step`, which must have been published."""
@@ -314,31 +303,11 @@ class WeightsEngine:
     def reports_routes(self) -> bool:
         return self._process.reports_routes
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        stream: str,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
-        options = _options(samples, sampling, seed, stream, version, routes)
-        return self._process.sample_from(self._name, _generate(prompts, options), samples * len(prompts))
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
+        return self._process.sample_from(self._name, _generate(prompts, options), options.samples * len(prompts))
 
-    def extend(
-        self,
-        extensions: Sequence[Extension],
-        *,
-        sampling: Sampling,
-        seed: int,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
+    def extend(self, extensions: Sequence[Extension], options: ExtendOptions) -> list[list[Completion]]:
         plain = [replace(extension, prompt=extension.prompt.without_columns()) for extension in extensions]
-        options = {"sampling": sampling, "seed": seed, "version": version, "routes": routes}
         cut = sum(c.stop is StopReason.CUT for extension in extensions for c in extension.completions)
         command = {"command": "extend", "extensions": plain, "options": options}
         return self._process.sample_from(self._name, command, cut)
@@ -362,18 +331,7 @@ def _weights_parent(room: int) -> Path | None:
     return _SHARED_MEMORY if free > 2 * room else None
 
 
-def _generate(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> dict[str, Any]:
+def _generate(prompts: Sequence[Prompt], options: GenerateOptions) -> dict[str, Any]:
     """The message that asks for completions."""
     plain = [prompt.without_columns() for prompt in prompts]
-    return {"command": "generate", "prompts": plain, "options": dict(options)}
-
-
-def _options(samples: int, sampling: Sampling, seed: int, stream: str, version: int, routes: bool) -> dict[str, Any]:
-    return {
-        "samples": samples,
-        "sampling": sampling,
-        "seed": seed,
-        "stream": stream,
-        "version": version,
-        "routes": routes,
-    }
+    return {"command": "generate", "prompts": plain, "options": options}

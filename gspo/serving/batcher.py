@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo.model.load import Policy
-from gspo.rollout.engine import Engine, EngineContext
+from gspo.rollout.engine import Engine, EngineContext, GenerateOptions
 from gspo.serving.token_logprobs import TokenLogprobs, token_logprobs
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
@@ -152,14 +152,9 @@ class Batcher:
     def _sample(self, jobs: Sequence[CompletionJob]) -> list[Completion]:
         limit = max(job.sampling.max_tokens for job in jobs)
         prompts = [Prompt(id=job.key, content="", text="", token_ids=job.prompt_ids) for job in jobs]
-        groups = self._engine.generate(
-            prompts,
-            samples=1,
-            sampling=replace(jobs[0].sampling, max_tokens=limit),
-            seed=0,
-            stream="served",
-            version=self.version,
-        )
+        sampling = replace(jobs[0].sampling, max_tokens=limit)
+        options = GenerateOptions(samples=1, sampling=sampling, seed=0, stream="served", version=self.version)
+        groups = self._engine.generate(prompts, options)
         self.completions += len(jobs)
         return [self._cut(group[0], job) for group, job in zip(groups, jobs, strict=True)]
 

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 from gspo.data.chat import check_template, render, uses_template
 from gspo.environment.tool_calls import detect, parse
 from gspo.errors import ConfigError, DataError, GspoError, panics_as_errors
-from gspo.loopback import AccessControl, loopback_listener, server
 from gspo.model.load import Policy
+from gspo.network.loopback import AccessControl, loopback_listener, server
 from gspo.rollout.engine import Engine, EngineContext
 from gspo.serving import responses
 from gspo.serving.batcher import Batcher, CompletionJob, LogprobJob

@@ -32,7 +32,7 @@ from gspo.environment.setup import RunEnvironment
 from gspo.environment.variables import check_declared, keeps
 from gspo.errors import ConfigError, DataError, EngineError
 from gspo.model.load import Policy
-from gspo.rollout.engine import DecodeStats, Engine, EngineContext, stream_key
+from gspo.rollout.engine import DecodeStats, Engine, EngineContext, GenerateOptions, stream_key
 from gspo.serving import verifiers_worker
 from gspo.serving.server import ModelServer
 from gspo.types import Completion, Conversation, ConversationEnd, Prompt, Sampling, StopReason, Turn
@@ -251,28 +251,19 @@ class VerifiersEngine(ConversationEngine):
         """A taskset demonstrates nothing."""
         return [None] * len(prompts)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        stream: str,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
         rollouts: list[dict[str, Any]] = []
         self._calls += 1
+        sampling = options.sampling
         for prompt in prompts:
-            for sample in range(samples):
-                limited = sampling.greedy if sampling.greedy_last and sample == samples - 1 else sampling
-                key = stream_key(seed, stream, prompt.id, sample)
+            for sample in range(options.samples):
+                limited = sampling.greedy if sampling.greedy_last and sample == options.samples - 1 else sampling
+                key = stream_key(options.seed, options.stream, prompt.id, sample)
                 wanted = {"task": prompt.columns[COLUMN], "sampling": self._wanted(limited, key)}
                 rollouts.append({"id": [self._calls, len(rollouts)], **wanted})
         found: dict[int, dict[str, Any]] = {}
         with ModelServer(self._engine, self._policy, name=_MODEL, max_tokens=sampling.max_tokens) as server:
-            server.batcher.version = version
+            server.batcher.version = options.version
             access = {"address": server.address, "token": server.token, "model": _MODEL}
             self._process.send(run={"rollouts": rollouts, **access, **self._rendering})
             watch = _Watch(self._config.max_seconds + _GRACE_S)
@@ -286,7 +277,7 @@ class VerifiersEngine(ConversationEngine):
 
             server.work(until=over)
         return [
-            [self._completion(p, s, found[i * samples + s], sampling.max_tokens, version) for s in range(samples)]
+            [self._completion(p, s, found[i * options.samples + s], options) for s in range(options.samples)]
             for i, p in enumerate(prompts)
         ]
 
@@ -315,8 +306,11 @@ class VerifiersEngine(ConversationEngine):
         found |= {number: {"failure": failure} for number in range(wanted) if number not in found}
         self._process.restart()
 
-    def _completion(self, prompt: Prompt, sample: int, found: Mapping[str, Any], most: int, version: int) -> Completion:
+    def _completion(
+        self, prompt: Prompt, sample: int, found: Mapping[str, Any], options: GenerateOptions
+    ) -> Completion:
         """An outcome as a completion."""
+        most = options.sampling.max_tokens
         failure = found.get("failure")
         tree = TokenTree(prompt.token_ids)
         sampled: list[bool] = []
@@ -353,7 +347,7 @@ class VerifiersEngine(ConversationEngine):
             text=text,
             logp_sampler=tuple(logp),
             stop=StopReason.EOS if ended else StopReason.LENGTH if truncated else StopReason.STOP,
-            version=version,
+            version=options.version,
             sampled=() if all(sampled) else tuple(sampled),
             branches=tree.branches,
             conversation=Conversation(

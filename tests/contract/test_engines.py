@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo.errors import ConfigError, EngineError
-from gspo.rollout.engine import Engine, EngineContext, Extension, begun, build_engine, engine_names, engine_traits
+from gspo.rollout import engines
+from gspo.rollout.engine import (
+    Engine,
+    EngineContext,
+    ExtendOptions,
+    Extension,
+    GenerateOptions,
+    begun,
+    build_engine,
+    engine_names,
+    engine_traits,
+)
 from gspo.rollout.engines.scripted import ScriptedEngine
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.types import Completion, Prompt, Sampling, StopReason
@@ -89,7 +102,7 @@ def prompts(context: EngineContext) -> list[Prompt]:
 
 def sample(engine: Engine, prompts: list[Prompt], samples: int = 5, **changes: Any) -> list[list[Completion]]:
     settings: dict[str, Any] = {"sampling": SAMPLING, "seed": 3, "stream": "train/1", "version": 7, **changes}
-    return engine.generate(prompts, samples=samples, **settings)
+    return engine.generate(prompts, GenerateOptions(samples=samples, **settings))
 
 
 def close_to(ours: list[list[Completion]], theirs: list[list[Completion]]) -> bool:
@@ -120,6 +133,38 @@ def test_a_tokenizer_that_panics_over_a_completion_is_an_error(
         EngineError, match=r"its tokenizer cannot decode a completion: index out of bounds; tokenizer.json"
     ):
         sample(engine, prompts, samples=1)
+
+
+@pytest.mark.parametrize("method", ["generate", "extend"])
+def test_an_engine_with_other_parameters_is_an_error_before_the_run(
+    method: str, context: EngineContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {"generate": "extend", "extend": "generate"}[method]
+    (tmp_path / f"older_{method}.py").write_text(
+        "from gspo.rollout.engine import EngineTraits\n"
+        "TRAITS = EngineTraits(extends=True)\n"
+        "class Older:\n"
+        f"    def {method}(self, requests, *, sampling, seed, version, routes=False): ...\n"
+        f"    def {other}(self, requests, options): ...\n"
+        "def build(context): return Older()\n"
+    )
+    monkeypatch.setattr(engines, "__path__", [*engines.__path__, str(tmp_path)])
+    message = rf"engine 'older_{method}' declares {method}\(requests, \*, .*; declare {method}\(self, .*Options\)"
+    with pytest.raises(ConfigError, match=message):
+        build_engine(f"older_{method}", context, {})
+
+
+def test_the_engine_of_the_documentation_works(
+    prompts: list[Prompt], context: EngineContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "documented.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(engines, "__path__", [*engines.__path__, str(tmp_path)])
+    built = build_engine("documented", context, {"text": "abc"})
+    completions = flat(sample(built, prompts))
+    assert {(c.text, c.token_ids[-1], c.stop, c.version) for c in completions} == {("abc", EOS, StopReason.EOS, 7)}
+    assert {len(c.token_ids) for c in flat(sample(built, prompts, sampling=Sampling(max_tokens=2)))} == {2}
 
 
 def test_no_prompts_give_no_completions(engine: Engine) -> None:
@@ -370,7 +415,8 @@ def in_parts(
             Extension(prompt=prompt, completions=tuple(group), stream="train/1", tokens=tokens)
             for prompt, group in zip(prompts, groups, strict=True)
         ]
-        groups = engine.extend(extensions, sampling=sampling, seed=3, version=changes.get("version", version))
+        options = ExtendOptions(sampling=sampling, seed=3, version=changes.get("version", version))
+        groups = engine.extend(extensions, options)
         found.append(groups)
     return found
 
@@ -436,7 +482,8 @@ def test_log_probs_and_versions_of_parts_are_those_of_the_weights_that_sampled_t
             Extension(prompt=prompt, completions=tuple(group), stream="train/1", tokens=12)
             for prompt, group in zip(prompts, first, strict=True)
         ]
-        last = engine.extend(again, sampling=SAMPLING, seed=3, version=8)  # type: ignore[attr-defined]
+        options = ExtendOptions(sampling=SAMPLING, seed=3, version=8)
+        last = engine.extend(again, options)  # type: ignore[attr-defined]
         new = [[expected(prompt, c) for c in group] for prompt, group in zip(prompts, last, strict=True)]
     finally:
         with torch.no_grad():

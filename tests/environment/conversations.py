@@ -11,7 +11,7 @@ from gspo import config as settings
 from gspo.environment.engine import ConversationEngine
 from gspo.environment.setup import RunEnvironment
 from gspo.model.load import char_tokenizer
-from gspo.rollout.engine import DecodeStats
+from gspo.rollout.engine import DecodeStats, GenerateOptions
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
 TOKENIZER = char_tokenizer("".join(map(chr, range(32, 127))) + "\n")
@@ -31,10 +31,10 @@ class FunctionEngine:
         self.rounds: list[list[Prompt]] = []
         self.samplings: list[Sampling] = []
 
-    def generate(self, prompts: Sequence[Prompt], *, sampling: Sampling, **options: Any) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
         self.rounds.append(list(prompts))
-        self.samplings.append(sampling)
-        return [[self._completion(prompt, sampling, options["version"])] for prompt in prompts]
+        self.samplings.append(options.sampling)
+        return [[self._completion(prompt, options.sampling, options.version)] for prompt in prompts]
 
     def _completion(self, prompt: Prompt, sampling: Sampling, version: int) -> Completion:
         text = self.answer(str(prompt.content), prompt.id)
@@ -104,7 +104,8 @@ def conversations(
 def sample(engine: ConversationEngine, prompts: Sequence[Prompt], samples: int = 1, **limits: Any) -> list[Completion]:
     """All conversations, one after the other."""
     sampling = Sampling(**{"max_tokens": 400, **limits})
-    groups = engine.generate(prompts, samples=samples, sampling=sampling, seed=0, stream="train/1", version=3)
+    options = GenerateOptions(samples=samples, sampling=sampling, seed=0, stream="train/1", version=3)
+    groups = engine.generate(prompts, options)
     return [completion for group in groups for completion in group]
 
 

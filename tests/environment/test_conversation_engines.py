@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from branch_ids import branch_ids
 from conversations import END, TOKENIZER, written
 from needs import needs_vllm
 from simulated_vllm import SimulatedVllm
@@ -16,10 +17,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from gspo import config as settings
 from gspo.environment.setup import RunEnvironment
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import EngineContext, build_engine
+from gspo.rollout.engine import EngineContext, GenerateOptions, build_engine
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm import VllmEngine
-from gspo.types import Completion, Prompt, Sampling, branch_ids
+from gspo.types import Completion, Prompt, Sampling
 
 GAME = """
 from gspo.environment import Environment
@@ -93,12 +94,14 @@ def conversations_of(
         prompts = opened.open(rows, TOKENIZER)
         groups = opened.engine(engine, _Policy()).generate(  # type: ignore[arg-type]
             prompts,
-            samples=2,
-            sampling=sampling,
-            seed=0,
-            stream="train/1",
-            version=version,
-            routes=engine.reports_routes,
+            GenerateOptions(
+                samples=2,
+                sampling=sampling,
+                seed=0,
+                stream="train/1",
+                version=version,
+                routes=engine.reports_routes,
+            ),
         )
     finally:
         opened.close()

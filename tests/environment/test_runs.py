@@ -37,7 +37,7 @@ from gspo.ranks.codec import decode, encode
 from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS
 from gspo.record.run_dir import read_jsonl
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, GenerateOptions
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.step import learn
@@ -312,8 +312,8 @@ def test_greedy_conversations_are_the_same_on_both_engines(game: Callable[..., C
         served = environment.engine(VllmEngine(parts, SimulatedVllm(policy.model)), policy)
         # A model that was not trained hardly ever ends a turn by itself.
         sampling = replace(config.rollout.sampling.greedy, stop=tuple("0123456789sort "))
-        options = {"sampling": sampling, "seed": 0, "stream": "eval/1", "version": 0}
-        ours, theirs = (engine.generate(prompts, samples=2, **options) for engine in (context.engine, served))
+        options = GenerateOptions(samples=2, sampling=sampling, seed=0, stream="eval/1", version=0)
+        ours, theirs = (engine.generate(prompts, options) for engine in (context.engine, served))
     finally:
         environment.close()
     assert any(len(c.conversation.turns) > 1 for group in ours for c in group if c.conversation)
@@ -356,11 +356,11 @@ def test_calls_in_a_format_that_is_not_read_are_found(
     call = write("json_block", ToolCall(name="look", arguments={"at": "5"}))
     sampled = LocalEngine.generate
 
-    def write_call(self: LocalEngine, prompts: Any, **options: Any) -> list[list[Completion]]:
+    def write_call(self: LocalEngine, prompts: Any, options: GenerateOptions) -> list[list[Completion]]:
         assert self.context is not None
         ids = tuple(self.context.tokenizer(call, add_special_tokens=False)["input_ids"])
         ended = {"token_ids": ids, "logp_sampler": (-1.0,) * len(ids), "text": call, "stop": StopReason.STOP}
-        return [[replace(c, **ended) for c in group] for group in sampled(self, prompts, **options)]
+        return [[replace(c, **ended) for c in group] for group in sampled(self, prompts, options)]
 
     monkeypatch.setattr(LocalEngine, "generate", write_call)
     tree = tiny_tree(tmp_path / "run")

@@ -12,6 +12,7 @@ import pytest
 from gspo.config import Config
 from gspo.errors import EngineError, WeightSyncError
 from gspo.record.run_dir import read_jsonl
+from gspo.rollout.engine import GenerateOptions
 from gspo.rollout.engines.local import LocalEngine
 from gspo.trainer import resume, train
 
@@ -28,10 +29,10 @@ def test_an_engine_error_saves_the_run_and_it_resumes_exactly(
 ) -> None:
     generate = LocalEngine.generate
 
-    def failing(self: Any, prompts: Any, *, stream: str, version: int, **settings: Any) -> Any:
-        if stream.startswith(occasion) and version >= 4:
+    def failing(self: Any, prompts: Any, options: GenerateOptions) -> Any:
+        if options.stream.startswith(occasion) and options.version >= 4:
             raise kind("the servers are gone")
-        return generate(self, prompts, stream=stream, version=version, **settings)
+        return generate(self, prompts, options)
 
     uninterrupted = train(tiny("checkpoint.every=10", run_dir="whole"), display)
     with monkeypatch.context() as patched:
@@ -54,9 +55,9 @@ def test_f15_log_probs_far_from_the_learners_raise_an_alarm_within_one_step(
     """The last line of defense, for an engine that passes the digest and the canary."""
     generate = LocalEngine.generate
 
-    def shifted(self: Any, prompts: Any, *, stream: str, **settings: Any) -> Any:
-        groups = generate(self, prompts, stream=stream, **settings)
-        if not stream.startswith("train/5"):
+    def shifted(self: Any, prompts: Any, options: GenerateOptions) -> Any:
+        groups = generate(self, prompts, options)
+        if not options.stream.startswith("train/5"):
             return groups
         return [[replace(c, logp_sampler=tuple(v - off for v in c.logp_sampler)) for c in group] for group in groups]
 

@@ -22,6 +22,7 @@ from gspo.learner.loss_scale import LARGEST
 from gspo.learner.optimizer import Optimizer
 from gspo.model.load import load_policy, load_tokenizer
 from gspo.record.run_dir import read_jsonl
+from gspo.rollout.engine import GenerateOptions
 from gspo.rollout.gather import RolloutState
 from gspo.step import collect, learn
 from gspo.trainer import resume, train
@@ -299,10 +300,9 @@ def test_logits_that_are_nan_name_float16_only_in_float16(
     parts = parts_of(tiny(f"model.dtype={dtype}"))
     with torch.no_grad():
         parts.policy.model.get_input_embeddings().weight.fill_(float("nan"))
+    options = GenerateOptions(samples=1, sampling=parts.config.rollout.sampling, seed=0, stream="s", version=0)
     with pytest.raises(NumericalError, match="not numbers") as error:
-        parts.engine.generate(
-            parts.problems.train[:1], samples=1, sampling=parts.config.rollout.sampling, seed=0, stream="s", version=0
-        )
+        parts.engine.generate(parts.problems.train[:1], options)
     assert ("float16" in str(error.value)) == (dtype == "float16")
 
 

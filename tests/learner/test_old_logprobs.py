@@ -30,7 +30,7 @@ def add_noise(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
     """Add pseudo-random noise of up to `amount` to the engine's log-probs."""
     generate = LocalEngine.generate
 
-    def generate_with_noise(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_with_noise(self: Any, prompts: Any, options: Any) -> Any:
         return [
             [
                 dataclasses.replace(
@@ -42,7 +42,7 @@ def add_noise(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
                 )
                 for c in group
             ]
-            for group in generate(self, *args, **kwargs)
+            for group in generate(self, prompts, options)
         ]
 
     monkeypatch.setattr(LocalEngine, "generate", generate_with_noise)

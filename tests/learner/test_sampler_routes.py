@@ -29,7 +29,7 @@ from gspo.learner.forward import NoRouting, plan_logprobs
 from gspo.model.load import Policy
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import ForcedExperts, find_routers
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, GenerateOptions
 from gspo.rollout.engines import local
 from gspo.rollout.local import states as rows_file
 from gspo.types import Completion, Prompt, Routes, Sampling
@@ -53,7 +53,7 @@ def engine_of(model: Any, monkeypatch: Any, *, cached: bool, stop_ids: tuple[int
 
 def sampled(engine: Any, prompts: list[Prompt], *, samples: int = 3, tokens: int = 12, **changes: Any) -> Any:
     arguments: dict[str, Any] = {"seed": 1, "stream": "train/0", "version": 0, "routes": True, **changes}
-    return engine.generate(prompts, samples=samples, sampling=Sampling(max_tokens=tokens), **arguments)
+    return engine.generate(prompts, GenerateOptions(samples=samples, sampling=Sampling(max_tokens=tokens), **arguments))
 
 
 def assert_routes(family: Family, model: Any, prompts: list[Prompt], groups: list[list[Completion]]) -> None:

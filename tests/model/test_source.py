@@ -11,11 +11,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from gspo import hub
 from gspo.config import ModelConfig
 from gspo.errors import ConfigError
 from gspo.model.load import build_model, load_policy, load_tokenizer
 from gspo.model.source import resolve_model_source, weights_fingerprint
+from gspo.network import hub
 
 HOST = "hub.invalid"
 

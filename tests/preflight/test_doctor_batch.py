@@ -93,8 +93,8 @@ class IgnoresTemperature:
         self.reports_routes = engine.reports_routes
         self.close = engine.close
 
-    def generate(self, prompts: Any, *, sampling: Any, **options: Any) -> Any:
-        return self.engine.generate(prompts, sampling=replace(sampling, temperature=1.0), **options)
+    def generate(self, prompts: Any, options: Any) -> Any:
+        return self.engine.generate(prompts, replace(options, sampling=replace(options.sampling, temperature=1.0)))
 
 
 def test_an_engine_that_ignores_the_temperature_fails(
@@ -119,8 +119,8 @@ def test_top_p_and_top_k_are_named(tiny: Callable[..., Config], examined: Any, o
 class ShiftedLogprobs(IgnoresTemperature):
     """An engine whose log-probs are off for another reason."""
 
-    def generate(self, prompts: Any, **options: Any) -> Any:
-        groups = self.engine.generate(prompts, **options)
+    def generate(self, prompts: Any, options: Any) -> Any:
+        groups = self.engine.generate(prompts, options)
         return [[replace(c, logp_sampler=tuple(x - 0.2 for x in c.logp_sampler)) for c in group] for group in groups]
 
 

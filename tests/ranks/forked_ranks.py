@@ -243,10 +243,10 @@ def during_sampling(stream: str, action: Callable[[], None]) -> None:
     from gspo.rollout.engines.local import LocalEngine
 
     def make(original: Any) -> Any:
-        def generate(self: LocalEngine, *rest: Any, **options: Any) -> Any:
-            if options["stream"].startswith(stream):
+        def generate(self: LocalEngine, prompts: Any, options: Any) -> Any:
+            if options.stream.startswith(stream):
                 action()
-            return original(self, *rest, **options)
+            return original(self, prompts, options)
 
         return generate
 

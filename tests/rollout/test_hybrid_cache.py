@@ -15,7 +15,7 @@ from gspo.learner.forward import plan_logprobs
 from gspo.learner.plan import make_plan
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, GenerateOptions
 from gspo.rollout.engines import local
 from gspo.rollout.local import states
 from gspo.types import Prompt, Sampling
@@ -138,9 +138,10 @@ def test_log_probs_of_completions_equal_the_learners(name: str, device: str) -> 
         assert engine.cached
     prompts = [Prompt(id=f"p/{n}", content="", text="", token_ids=ids_of(i, n)) for i, n in enumerate((1, 8, 3, 8))]
     sampling = Sampling(max_tokens=12)
-    groups = engine.generate(
-        prompts, samples=2, sampling=sampling, seed=1, stream="train/0", version=0, routes=routers is not None
+    options = GenerateOptions(
+        samples=2, sampling=sampling, seed=1, stream="train/0", version=0, routes=routers is not None
     )
+    groups = engine.generate(prompts, options)
     done = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
     assert len({len(completion.token_ids) for _, completion in done}) > 1, "no row was replaced"
     rows = [TokenSequence(prompt_ids=p.token_ids, completion_ids=c.token_ids) for p, c in done]

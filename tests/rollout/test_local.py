@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo.errors import ConfigError, DataError, NumericalError
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, GenerateOptions
 from gspo.rollout.engines import local
 from gspo.rollout.local import states
 from gspo.rollout.local.decoder import Decoder
@@ -94,7 +94,7 @@ def generate(
     engine: local.LocalEngine, prompts: list[Prompt], samples: int = 3, **changes: Any
 ) -> list[list[Completion]]:
     arguments: dict[str, Any] = {"sampling": Sampling(max_tokens=14), "seed": 1, "stream": "train/0", "version": 0}
-    return engine.generate(prompts, samples=samples, **{**arguments, **changes})
+    return engine.generate(prompts, GenerateOptions(samples=samples, **{**arguments, **changes}))
 
 
 def plain_logits(model: Any, prompt: Prompt, completion: Completion) -> torch.Tensor:

@@ -34,7 +34,15 @@ from torch import Tensor
 
 from gspo.errors import KernelWarning, NumericalError
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import DecodeStats, EngineContext, Extension, begun, controls_for
+from gspo.rollout.engine import (
+    DecodeStats,
+    EngineContext,
+    ExtendOptions,
+    Extension,
+    GenerateOptions,
+    begun,
+    controls_for,
+)
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.local import decoder, kernels, paged
 from gspo.rollout.local.blocks import BLOCK_SIZE, BlockAllocator, blocks_for
@@ -190,18 +198,19 @@ def test_completions_continue_where_they_were_cut(
     engine.paged = is_paged
     prompts = [prompt_of(n) for n in LENGTHS]
     groups: list[Any] = [begun(prompt, 3, 1) for prompt in prompts]
+    options: dict[str, Any] = {"sampling": sampling, "seed": 1, "version": 1, "routes": True}
     for part in ((20, 7), (15, 60), (60, 60)):
         extensions = [
             Extension(prompt=prompt, completions=tuple(group), stream="train/0", tokens=part[i % 2])
             for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
         ]
-        groups = engine.extend(extensions, sampling=sampling, seed=1, version=1, routes=True)
+        groups = engine.extend(extensions, ExtendOptions(**options))
         if part == (20, 7):
             lengths = [{len(c.token_ids) for c in group if c.stop is StopReason.CUT} for group in groups]
             assert all(found <= {part[i % 2]} for i, found in enumerate(lengths))
             assert sum(map(len, lengths)) > len(LENGTHS) // 2
     engine.paged = False
-    whole = engine.generate(prompts, samples=3, sampling=sampling, seed=1, stream="train/0", version=1, routes=True)
+    whole = engine.generate(prompts, GenerateOptions(samples=3, stream="train/0", **options))
     for group, expected in zip(groups, whole, strict=True):
         for a, b in zip(group, expected, strict=True):
             assert replace(a, logp_sampler=(), routes=None) == replace(b, logp_sampler=(), routes=None)

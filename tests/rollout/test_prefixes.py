@@ -15,7 +15,7 @@ from paged_cases import EOS, VOCABULARY, Letters, model_of
 from gspo.errors import ConfigError
 from gspo.model.kernels.packed_attention import NAME
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import DecodeStats, EngineContext
+from gspo.rollout.engine import DecodeStats, EngineContext, GenerateOptions
 from gspo.rollout.engines import local
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.local import paged
@@ -74,8 +74,10 @@ class Talk:
             for name, ids in self.ids.items()
         ]
         before = self.engine.decoded
-        options: dict[str, Any] = {"seed": 0, "stream": "train/1", "version": version, "routes": routes}
-        groups = self.engine.generate(prompts, samples=1, sampling=sampling, **options)
+        options = GenerateOptions(
+            samples=1, sampling=sampling, seed=0, stream="train/1", version=version, routes=routes
+        )
+        groups = self.engine.generate(prompts, options)
         self.costs.append(self.engine.decoded - before)
         done = [completion for (completion,) in groups]
         for name, completion in zip(self.ids, done, strict=True):
@@ -191,7 +193,7 @@ def test_conversations_that_end_leave_nothing(model: Any, is_paged: bool) -> Non
 def test_prompts_of_no_conversation_are_not_kept(model: Any) -> None:
     engine = engine_of(model, is_paged=True)
     prompt = Prompt(id="p", content="", text="", token_ids=(1, 2, 3))
-    engine.generate([prompt], samples=3, sampling=SAMPLING, seed=0, stream="train/1", version=1)
+    engine.generate([prompt], GenerateOptions(samples=3, sampling=SAMPLING, seed=0, stream="train/1", version=1))
     assert len(engine.prefixes) == 0
 
 

@@ -19,22 +19,23 @@ from gspo.context import RunContext
 from gspo.evaluation import evaluate
 from gspo.preflight.context import PreflightContext
 from gspo.preflight.sampling import check_sampling
+from gspo.rollout.engine import GenerateOptions
 from gspo.rollout.gather import RolloutState, sample_groups
 from gspo.step import collect
 from gspo.types import Score, Status
 
 
 class TimedCalls:
-    """Forwards to a component. One method advances the fake clock and records the options that it is called with."""
+    """Forwards to a component. One method advances the fake clock and records the arguments that it is called with."""
 
     def __init__(self, component: Any, method: str, advance: Callable[[], None]) -> None:
         self.component = component
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
-        def timed(*args: Any, **options: Any) -> Any:
+        def timed(*args: Any) -> Any:
             advance()
-            self.calls.append(options)
-            return getattr(component, method)(*args, **options)
+            self.calls.append(args)
+            return getattr(component, method)(*args)
 
         setattr(self, method, timed)
 
@@ -69,11 +70,7 @@ def test_every_prompt_gets_a_scored_group(timed: Any) -> None:
         context.engine,
         context.rewards,
         prompts,
-        samples=2,
-        sampling=context.config.rollout.sampling,
-        seed=5,
-        stream="here",
-        version=7,
+        GenerateOptions(samples=2, sampling=context.config.rollout.sampling, seed=5, stream="here", version=7),
         clock=clock,
     )
     assert [g.prompt for g in groups] == prompts
@@ -96,9 +93,9 @@ def test_a_batch_measures_all_of_its_requests(timed: Any) -> None:
     clock = Clock()
     collected = collect(context, RolloutState(batch=4, cursor=8), clock=clock)
     assert clock.seconds == {"rollout": 30, "reward": 9}
-    calls = context.engine.calls
-    assert [c["stream"] for c in calls] == ["train/5/8", "train/5/12", "train/5/16"]
-    assert all(c["routes"] and c["version"] == collected.version for c in calls)
+    calls = [options for _, options in context.engine.calls]
+    assert [c.stream for c in calls] == ["train/5/8", "train/5/12", "train/5/16"]
+    assert all(c.routes and c.version == collected.version for c in calls)
     assert collected.after == RolloutState(batch=5, cursor=20)
 
 
@@ -117,9 +114,9 @@ def test_an_evaluation_is_no_part_of_the_time_of_rollouts(timed: Any) -> None:
         )
     assert clock.seconds == {"eval": 13}
     assert [len(g.completions) for g in done.groups] == [2] * len(context.problems.held_out)
-    (call,) = context.engine.calls
-    assert call["sampling"].greedy_last
-    assert not call["routes"]
+    ((_, options),) = context.engine.calls
+    assert options.sampling.greedy_last
+    assert not options.routes
 
 
 def test_the_doctor_measures_its_last_chunk(timed: Any) -> None:

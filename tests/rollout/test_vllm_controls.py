@@ -10,7 +10,7 @@ from simulated_vllm import SimulatedVllm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import EngineContext, Extension, begun
+from gspo.rollout.engine import EngineContext, ExtendOptions, Extension, GenerateOptions, begun
 from gspo.rollout.engines import vllm
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.types import Completion, Prompt, Sampling, StopReason
@@ -43,7 +43,8 @@ PROMPTS = [Prompt(id=f"p/{n}", content="", text="", token_ids=tuple(range(1, n +
 def sample(context: EngineContext, sampling: Sampling) -> tuple[list[Completion], SimulatedVllm]:
     host = SimulatedVllm(context.model, experts=4)
     engine = VllmEngine(context, host)
-    groups = engine.generate(PROMPTS, samples=12, sampling=sampling, seed=1, stream="s", version=2, routes=True)
+    options = GenerateOptions(samples=12, sampling=sampling, seed=1, stream="s", version=2, routes=True)
+    groups = engine.generate(PROMPTS, options)
     return [completion for group in groups for completion in group], host
 
 
@@ -113,7 +114,8 @@ def test_weights_that_change_between_requests_are_in_the_spans(
 
     monkeypatch.setattr(host, "generate", between)
     sampling = Sampling(max_tokens=6, min_tokens=6, stop=("none",))
-    ((a, b),) = engine.generate(PROMPTS[:1], samples=2, sampling=sampling, seed=1, stream="s", version=2)
+    options = GenerateOptions(samples=2, sampling=sampling, seed=1, stream="s", version=2)
+    ((a, b),) = engine.generate(PROMPTS[:1], options)
     assert a.spans == b.spans == ((2, 0), (3, 4))
 
 
@@ -125,7 +127,7 @@ def test_requests_share_cached_keys_and_values_only_if_their_weights_are_the_sam
     salts = []
     for version in (2, 2, 3):
         extension = Extension(prompt=PROMPTS[0], completions=completions, stream="s", tokens=2)
-        (found,) = engine.extend([extension], sampling=sampling, seed=1, version=version)
+        (found,) = engine.extend([extension], ExtendOptions(sampling=sampling, seed=1, version=version))
         completions = tuple(found)
         (salt,) = {request.salt for request in host.asked[-2:]}
         salts.append(salt)

@@ -120,7 +120,7 @@ def test_a_server_and_the_sampling_process_are_killed(
     needs_vllm()
     config = tiny(*LAG, "rollout.engine_options={start = 2, check_s = 30.0}", "steps=8")
     run = Path(config.run_dir)
-    kills = [killing(run, 2, b"vllm.entrypoints"), killing(run, 4, b"gspo.sampler")]
+    kills = [killing(run, 2, b"vllm.entrypoints"), killing(run, 4, b"gspo.collection.sampler")]
     record = display.step
 
     def step(*rest: Any, **options: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo.model.routing import find_routers
-from gspo.rollout.engine import EngineContext
+from gspo.rollout.engine import EngineContext, GenerateOptions
 from gspo.types import Completion, Prompt, Sampling
 
 VOCABULARY = 256
@@ -70,7 +70,8 @@ def generate(engine: Any, prompts: Sequence[Prompt], **changes: Any) -> list[Com
         "version": 7,
         "samples": 3,
     }
-    return [completion for group in engine.generate(prompts, **settings | changes) for completion in group]
+    groups = engine.generate(prompts, GenerateOptions(**settings | changes))
+    return [completion for group in groups for completion in group]
 
 
 @torch.no_grad()

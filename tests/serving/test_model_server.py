@@ -15,7 +15,7 @@ import torch
 
 from gspo.config import ModelConfig
 from gspo.model.load import Policy, char_tokenizer, load_policy
-from gspo.rollout.engine import EngineContext, build_engine
+from gspo.rollout.engine import EngineContext, GenerateOptions, build_engine
 from gspo.serving.server import ModelServer
 from gspo.types import Completion, Prompt, Sampling, StopReason
 
@@ -165,7 +165,8 @@ def test_greedy_completions_are_the_most_likely_tokens(api: Api) -> None:
     prompt = Prompt(id="", content="", text="", token_ids=api.ids("1+1="))
     engine = engine_of(api.policy)
     sampling = Sampling(max_tokens=5, temperature=0.0)
-    expected = engine.generate([prompt], samples=1, sampling=sampling, seed=0, stream="", version=0)
+    options = GenerateOptions(samples=1, sampling=sampling, seed=0, stream="", version=0)
+    expected = engine.generate([prompt], options)
     assert text == expected[0][0].text
 
 
@@ -383,12 +384,12 @@ class FailingEngine:
     def __init__(self) -> None:
         self.failed = False
 
-    def generate(self, prompts: Sequence[Prompt], *, version: int, **options: Any) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
         if not self.failed:
             self.failed = True
             raise RuntimeError("the secret of the engine")
         empty = Completion(
-            prompt_id="", sample=0, token_ids=(), text="", logp_sampler=(), stop=StopReason.EOS, version=version
+            prompt_id="", sample=0, token_ids=(), text="", logp_sampler=(), stop=StopReason.EOS, version=options.version
         )
         return [[replace(empty, prompt_id=prompt.id)] for prompt in prompts]
 

@@ -23,6 +23,7 @@ from gspo.build import environment_for
 from gspo.config import Config
 from gspo.context import RunContext
 from gspo.errors import ConfigError, DataError
+from gspo.rollout.engine import GenerateOptions
 from gspo.serving import verifiers_env, verifiers_worker
 from gspo.trainer import train
 from gspo.types import Completion, ConversationEnd, Prompt, branch_paths
@@ -121,7 +122,8 @@ def logp_of(parts: RunContext, prompt: Prompt, completion: Completion) -> list[f
 
 def sample(parts: RunContext, prompts: Sequence[Prompt], samples: int = 2) -> list[list[Completion]]:
     sampling = parts.config.rollout.sampling
-    return parts.engine.generate(prompts, samples=samples, sampling=sampling, seed=1, stream="train/1", version=3)
+    options = GenerateOptions(samples=samples, sampling=sampling, seed=1, stream="train/1", version=3)
+    return parts.engine.generate(prompts, options)
 
 
 def test_rollouts_become_completions_with_the_engines_log_probs(

@@ -13,12 +13,12 @@ import pytest
 from shown_runs import metrics, timings
 
 import gspo
+from gspo.checkpoints.resume_checks import may_change
 from gspo.config import from_tree
 from gspo.objectives.describe import resolved
 from gspo.objectives.objective import change, settings_of
 from gspo.record.alarms import ALARMS
 from gspo.record.run_format import _facts, format_1_facts, to_json
-from gspo.resume_checks import may_change
 from gspo.view.diagnosis import RULES, WINDOW, RunFacts, diagnose
 
 

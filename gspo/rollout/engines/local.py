@@ -35,7 +35,9 @@ from gspo.rollout.engine import (
     DecodeStats,
     EngineContext,
     EngineTraits,
+    ExtendOptions,
     Extension,
+    GenerateOptions,
     check_fits,
     continued,
     controls_for,
@@ -67,7 +69,7 @@ from gspo.rollout.local.states import (
     obstacle_to_cache,
     obstacle_to_keeping,
 )
-from gspo.types import Completion, Prompt, Routes, Sampling
+from gspo.types import Completion, Prompt, Routes
 
 TRAITS = EngineTraits(
     shares_weights=True,
@@ -147,50 +149,33 @@ class LocalEngine:
     def reports_routes(self) -> bool:
         return self.context is not None and self.context.routers is not None
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        stream: str,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
         if self.context is None:
             raise RuntimeError("engine 'local' was closed")
+        samples, sampling, version = options.samples, options.sampling, options.version
         if not prompts or samples == 0:
             return [[] for _ in prompts]
         check_fits(self.position_limit, prompts, sampling)
         controls = controls_for(self.context, sampling)
-        queue = make_queue(prompts, samples=samples, sampling=sampling, seed=seed, stream=stream)
+        queue = make_queue(prompts, samples=samples, sampling=sampling, seed=options.seed, stream=options.stream)
         if any(queue.conversation_B):
             self.prefixes.begin(version)
         groups: list[list[Completion]] = [[None] * samples for _ in prompts]  # type: ignore[list-item]
-        for (p, sample), fields in self._sample(queue, controls, routes=routes):
+        for (p, sample), fields in self._sample(queue, controls, routes=options.routes):
             groups[p][sample] = Completion(prompt_id=prompts[p].id, sample=sample, version=version, **fields)
         return groups
 
-    def extend(
-        self,
-        extensions: Sequence[Extension],
-        *,
-        sampling: Sampling,
-        seed: int,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
+    def extend(self, extensions: Sequence[Extension], options: ExtendOptions) -> list[list[Completion]]:
         if self.context is None:
             raise RuntimeError("engine 'local' was closed")
         groups = [list(extension.completions) for extension in extensions]
-        controls = controls_for(self.context, sampling)
-        queue = extension_queue(extensions, controls, seed=seed)
+        controls = controls_for(self.context, options.sampling)
+        queue = extension_queue(extensions, controls, seed=options.seed)
         if not queue.place_B:
             return groups
-        check_fits(self.position_limit, [extension.prompt for extension in extensions], sampling)
-        for (p, i), fields in self._sample(queue, controls, routes=routes):
-            groups[p][i] = continued(groups[p][i], [(version, len(groups[p][i].token_ids))], fields)
+        check_fits(self.position_limit, [extension.prompt for extension in extensions], options.sampling)
+        for (p, i), fields in self._sample(queue, controls, routes=options.routes):
+            groups[p][i] = continued(groups[p][i], [(options.version, len(groups[p][i].token_ids))], fields)
         return groups
 
     def _sample(

@@ -19,7 +19,9 @@ from gspo.rollout.engine import (
     Controls,
     EngineContext,
     EngineTraits,
+    ExtendOptions,
     Extension,
+    GenerateOptions,
     continued,
     controls_for,
     eval_mode,
@@ -59,31 +61,13 @@ class ScriptedEngine:
     def reports_routes(self) -> bool:
         return False
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        stream: str,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
-        controls = controls_for(self.context, sampling)
-        return [self._group(prompt, samples, controls, version) for prompt in prompts]
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
+        controls = controls_for(self.context, options.sampling)
+        return [self._group(prompt, options.samples, controls, options.version) for prompt in prompts]
 
-    def extend(
-        self,
-        extensions: Sequence[Extension],
-        *,
-        sampling: Sampling,
-        seed: int,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
-        controls = controls_for(self.context, sampling)
-        return [[self._extended(e, c, controls, version) for c in e.completions] for e in extensions]
+    def extend(self, extensions: Sequence[Extension], options: ExtendOptions) -> list[list[Completion]]:
+        controls = controls_for(self.context, options.sampling)
+        return [[self._extended(e, c, controls, options.version) for c in e.completions] for e in extensions]
 
     def _extended(self, extension: Extension, before: Completion, controls: Controls, version: int) -> Completion:
         if before.stop is not StopReason.CUT:

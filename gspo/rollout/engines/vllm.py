@@ -33,7 +33,9 @@ from gspo.rollout.engine import (
     Controls,
     EngineContext,
     EngineTraits,
+    ExtendOptions,
     Extension,
+    GenerateOptions,
     Tail,
     check_fits,
     continued,
@@ -173,19 +175,10 @@ class VllmEngine:
     def reports_routes(self) -> bool:
         return self.context is not None and self.context.routers is not None and self.host.experts
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int,
-        sampling: Sampling,
-        seed: int,
-        stream: str,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[list[Completion]]:
         if self.context is None:
             raise RuntimeError("engine 'vllm' was closed")
+        samples, sampling, version = options.samples, options.sampling, options.version
         if not prompts or samples == 0:
             return [[] for _ in prompts]
         check_fits(position_limit(self.context.model), prompts, sampling)
@@ -196,40 +189,32 @@ class VllmEngine:
             _Growing(
                 prompt=prompts[p],
                 sample=sample,
-                key=stream_key(seed, stream, prompts[p].id, sample),
+                key=stream_key(options.seed, options.stream, prompts[p].id, sample),
                 sampling=sampling.greedy if sampling.greedy_last and sample == samples - 1 else sampling,
                 limit=sampling.max_tokens,
             )
             for p in range(len(prompts))
             for sample in range(samples)
         ]
-        with_routes = routes and self.reports_routes
+        with_routes = options.routes and self.reports_routes
         self._grow(growing, controls, with_routes)
         completions = self._completions(growing, controls, version, with_routes)
         return [completions[p * samples : (p + 1) * samples] for p in range(len(prompts))]
 
-    def extend(
-        self,
-        extensions: Sequence[Extension],
-        *,
-        sampling: Sampling,
-        seed: int,
-        version: int,
-        routes: bool = False,
-    ) -> list[list[Completion]]:
+    def extend(self, extensions: Sequence[Extension], options: ExtendOptions) -> list[list[Completion]]:
         if self.context is None:
             raise RuntimeError("engine 'vllm' was closed")
         groups = [list(extension.completions) for extension in extensions]
         places = [(p, i) for p, group in enumerate(groups) for i, c in enumerate(group) if c.stop is StopReason.CUT]
         if not places:
             return groups
-        prompts = [extension.prompt for extension in extensions]
+        prompts, sampling, version = [e.prompt for e in extensions], options.sampling, options.version
         check_fits(position_limit(self.context.model), prompts, sampling)
         self._check_room(prompts, sampling)
         self._sync_weights(prompts, sampling, version)
         controls = controls_for(self.context, sampling)
-        growing = [self._continued(extensions[p], groups[p][i], sampling, controls, seed) for p, i in places]
-        with_routes = routes and self.reports_routes
+        growing = [self._continued(extensions[p], groups[p][i], sampling, controls, options.seed) for p, i in places]
+        with_routes = options.routes and self.reports_routes
         self._grow(growing, controls, with_routes)
         for (p, i), found in zip(places, self._completed(growing, controls, version, with_routes), strict=True):
             groups[p][i] = continued(groups[p][i], *found)

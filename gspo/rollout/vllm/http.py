@@ -1,7 +1,7 @@
 """HTTP calls to a server, each with a deadline.
 
 In: a path and JSON. Out: the JSON of the response. Invariant: a call ends by its deadline whatever the server does
-(`gspo/http_calls.py`). Every failure is one of two kinds: a `Fault`, worth a retry here or elsewhere, or an
+(`gspo/network/http_calls.py`). Every failure is one of two kinds: a `Fault`, worth a retry here or elsewhere, or an
 `EngineError`, which a retry would only repeat.
 """
 
@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from gspo.errors import EngineError
-from gspo.http_calls import HttpCalls
+from gspo.network.http_calls import HttpCalls
 
 # A response is one completion with its experts. The limit bounds what a faulty server can send.
 MOST_BYTES = 1 << 28

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from gspo.errors import ConfigError, EngineError
-from gspo.loopback import access_token
+from gspo.network.loopback import access_token
 from gspo.ranks.environment import free_port, without_launcher
 from gspo.rollout.vllm.guard import PARENT, TOKEN
 from gspo.rollout.vllm.http import Client, Fault

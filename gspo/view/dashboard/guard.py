@@ -1,9 +1,9 @@
 """Authentication and security headers of the dashboard.
 
-In: any request. Out: the application's response, or a refusal. The checks are those of `gspo/loopback.py`. The page's
-own files are public: they exchange the one-time key after the `#` of the link for the token at `/api/session` and keep
-it in the browser's local storage. A cookie would not do, because a browser sends cookies to every port of a host, and
-so to any other program that listens there. Invariant: every other path needs the token.
+In: any request. Out: the application's response, or a refusal. The checks are those of `network/loopback.py`. The
+page's own files are public: they exchange the one-time key after the `#` of the link for the token at `/api/session`
+and keep it in the browser's local storage. A cookie would not do, because a browser sends cookies to every port of a
+host, and so to any other program that listens there. Invariant: every other path needs the token.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gspo.loopback import AccessControl, same
+from gspo.network.loopback import AccessControl, same
 
 HEADERS = {
+    **AccessControl.headers,
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "x-frame-options": "DENY",
-    "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # Completions must not stay in the browser's cache on disk.
-    "cache-control": "no-store",
     "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
 }
 NO_KEY = (
     "This page needs the link that 'gspo watch' printed; each link opens one browser. "

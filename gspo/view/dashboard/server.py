@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import panics_as_errors
-from gspo.loopback import loopback_listener, server
+from gspo.network.loopback import loopback_listener, server
 from gspo.view.dashboard import handlers
 from gspo.view.dashboard.guard import Guard, SessionKeys
 from gspo.view.dashboard.watchlist import NAME, WatchedRun, Watchlist

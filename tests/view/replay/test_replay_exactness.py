@@ -118,9 +118,9 @@ def test_a_run_with_unsampled_tokens_is_recomputed_exactly(tmp_path: Path, monke
     """Every second completion has two tokens in the middle that the model did not sample, like a tool result."""
     generate = LocalEngine.generate
 
-    def with_given_tokens(self: LocalEngine, *args: Any, **options: Any) -> list[list[Completion]]:
+    def with_given_tokens(self: LocalEngine, prompts: Any, options: Any) -> list[list[Completion]]:
         return [
-            [c if c.sample % 2 else _with_given_tokens(c) for c in group] for group in generate(self, *args, **options)
+            [c if c.sample % 2 else _with_given_tokens(c) for c in group] for group in generate(self, prompts, options)
         ]
 
     monkeypatch.setattr(LocalEngine, "generate", with_given_tokens)

@@ -1,6 +1,6 @@
 """The sampling process: builds the run's model and engine, loads the weights it is told to, and samples from them.
 
-    python -m gspo.sampler FOLDER        started by `rollout/sampling_process.py`; FOLDER holds the weights
+    python -m gspo.collection.sampler FOLDER     started by `rollout/sampling_process.py`; FOLDER holds the weights
 
 In: one JSON object per line on standard input. Out: one per line on standard output; what anything prints goes to
 standard error. Invariant: it decides nothing and writes nothing. It ends when its input ends, in the middle of a call
@@ -77,31 +77,30 @@ class Sampler:
     def generate(self, prompts: list[Any], options: dict[str, Any]) -> Any:
         """Sample completions from the weights that were loaded last."""
         from gspo.ranks.codec import convert
+        from gspo.rollout.engine import GenerateOptions
         from gspo.types import Prompt
 
-        return self._sample(self.engine.generate, convert(list[Prompt], prompts), options)
+        return self._sample(self.engine.generate, convert(list[Prompt], prompts), convert(GenerateOptions, options))
 
     def extend(self, extensions: list[Any], options: dict[str, Any]) -> Any:
         """Continue completions with the weights that were loaded last."""
         from gspo.ranks.codec import convert
-        from gspo.rollout.engine import Extension
+        from gspo.rollout.engine import ExtendOptions, Extension
 
         engine: Any = self.engine  # an `ExtendingEngine`, or the trainer would not ask
-        return self._sample(engine.extend, convert(list[Extension], extensions), options)
+        return self._sample(engine.extend, convert(list[Extension], extensions), convert(ExtendOptions, options))
 
     def end_conversations(self, conversations: list[str]) -> dict[str, Any]:
         """Free what the engine keeps of conversations."""
         self.engine.end_conversations(conversations)
         return {"ended": len(conversations)}
 
-    def _sample(self, call: Callable[..., Any], requests: Any, options: dict[str, Any]) -> Any:
-        from gspo.ranks.codec import convert
+    def _sample(self, call: Callable[[Any, Any], Any], requests: Any, options: Any) -> Any:
         from gspo.rollout.engine import DecodeStats
         from gspo.rollout.sampling_process import Sampled
-        from gspo.types import Sampling
 
         before = self.engine.decoded or DecodeStats()
-        completions = call(requests, **options | {"sampling": convert(Sampling, options["sampling"])})
+        completions = call(requests, options)
         spent = (self.engine.decoded or DecodeStats()) - before
         return Sampled(
             weights=self._weights,
