@@ -367,7 +367,7 @@ class RewardConfig:
 class ObjectiveConfig:
     name: str = "gspo"
     """Name of the objective, as listed by `gspo objectives`, or `file.py:name` for your own
-    ([library](library.md#your-own-objective)). Overriding it on the command line drops the objective settings of the
+    (docs/library.md#your-own-objective). Overriding it on the command line drops the objective settings of the
     recipe."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the objective, given next to its name: `clip_low`, `kl`, `keep`, ... (`gspo objectives` lists
