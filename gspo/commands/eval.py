@@ -42,8 +42,8 @@ FRESH = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What an evaluation has found."""
+class EvalReport:
+    """The result of an evaluation."""
 
     lines: Sequence[str]
     """The numbers as text."""
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _measure(options: argparse.Namespace, overrides: list[str]) -> Measured:
+def _measure(options: argparse.Namespace, overrides: list[str]) -> EvalReport:
     if options.suite is not None:
         for option in ("data", "set", "k", "greedy"):
             if getattr(options, option):
@@ -145,7 +145,7 @@ def measure_suite(
     seed: int,
     overrides: list[str],
     trust_run: bool,
-) -> Measured:
+) -> EvalReport:
     """Evaluate on a suite, `NAME` or `NAME=FILE`."""
     from gspo.suites.evaluate import check_overrides, evaluate_on_suite, suite_settings
     from gspo.suites.suite import SuiteSource
@@ -162,7 +162,7 @@ def measure_suite(
     _check_trust(model, config, recipe, trust_run)
     with life_signs():
         result = evaluate_on_suite(config, source, samples=samples, limit=limit, seed=seed)
-    return Measured(
+    return EvalReport(
         lines=list(result.lines()), numbers=result.numbers, record=result.as_data(), evaluation=result.evaluation
     )
 
@@ -217,7 +217,7 @@ def measure_model(
     seed: int,
     overrides: Sequence[str],
     trust_run: bool = False,
-) -> Measured:
+) -> EvalReport:
     """Evaluate a model on problems."""
     from gspo.evaluation import evaluate
 
@@ -255,7 +255,7 @@ def measure_model(
     if evaluation.greedy is not None:
         numbers["greedy"] = evaluation.greedy
     numbers["reward"] = evaluation.reward
-    return Measured(
+    return EvalReport(
         lines=[*problems.notes, *_lines(config, evaluation, numbers, samples)],
         numbers=numbers,
         record={
@@ -372,7 +372,7 @@ class _Wanted:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unseen:
+class _UnseenProblems:
     """The problems that the model was not trained on."""
 
     prompts: Sequence[Prompt]
@@ -380,7 +380,7 @@ class _Unseen:
     """What was excluded."""
 
 
-def _eval_components(config: Config, stack: ExitStack, wanted: _Wanted) -> tuple[_Unseen, Engine, Scorer]:
+def _eval_components(config: Config, stack: ExitStack, wanted: _Wanted) -> tuple[_UnseenProblems, Engine, Scorer]:
     from gspo.build import engine_for, environment_for, policy_for, reward_pool, tokenizer_for
 
     # Before the model, so that a reward that cannot be loaded is found early.
@@ -399,7 +399,7 @@ def _eval_components(config: Config, stack: ExitStack, wanted: _Wanted) -> tuple
     return problems, engine, rewards
 
 
-def _unseen_problems(config: Config, tokenizer: Any, wanted: _Wanted) -> _Unseen:
+def _unseen_problems(config: Config, tokenizer: Any, wanted: _Wanted) -> _UnseenProblems:
     """The problems to evaluate on, without those that the model was trained on and their duplicates."""
     from gspo.contamination import trained_on
     from gspo.data.problems import fresh_problems, identities, load_problems, load_set
@@ -411,7 +411,9 @@ def _unseen_problems(config: Config, tokenizer: Any, wanted: _Wanted) -> _Unseen
         warnings.warn(f"{config.model.path}: {effect}: {error}", stacklevel=2)
         seen = frozenset()
     if config.data.task and not wanted.held_out:
-        return _Unseen(fresh_problems(config.data, tokenizer, config.seed, count=wanted.limit or FRESH, exclude=seen))
+        return _UnseenProblems(
+            fresh_problems(config.data, tokenizer, config.seed, count=wanted.limit or FRESH, exclude=seen)
+        )
     found: Sequence[Prompt]
     if wanted.set_name is not None:
         found, _ = load_set(wanted.set_name, config.eval.sets[wanted.set_name], tokenizer, config.seed)
@@ -430,7 +432,7 @@ def _unseen_problems(config: Config, tokenizer: Any, wanted: _Wanted) -> _Unseen
     note = (
         f"excluded {excluded} of {len(found)} problems, because the model was trained on them or on duplicates of them"
     )
-    return _Unseen(unseen[: wanted.limit], [note] if excluded else [])
+    return _UnseenProblems(unseen[: wanted.limit], [note] if excluded else [])
 
 
 def _lines(
