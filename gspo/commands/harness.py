@@ -64,12 +64,7 @@ def check_no_harness(options: argparse.Namespace) -> None:
 
 def run_harness(options: argparse.Namespace, overrides: list[str], *, unused: dict[str, Any]) -> int:
     """Measure a model with a harness. `unused` are options that do not apply, with their defaults."""
-    for name, default in unused.items():
-        if getattr(options, name) != default:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: has no effect with --harness, whose tasks have their own problems and "
-                "settings; leave it out, or use --harness-args"
-            )
+    _check_unused(options, unused)
     harness = HARNESSES[options.harness]
     program = harness.find(options.harness, options.harness_command)
     tasks = [task for task in (options.tasks or "").split(",") if task]
@@ -126,12 +121,25 @@ def run_harness(options: argparse.Namespace, overrides: list[str], *, unused: di
         replace_text(folder / _RESULT, text)
         if options.json:
             replace_text(Path(options.json), text)
-    for one in findings.measurements:
-        error = "" if one.stderr is None else f" ± {one.stderr:.4f}"
-        print(f"  {one.task:<24} {one.metric:<32} {one.value:.4f}{error}")
+    _print_measurements(findings)
     if _is_kept(options):
         print(f"Files: {folder}")
     return 0
+
+
+def _check_unused(options: argparse.Namespace, unused: dict[str, Any]) -> None:
+    for name, default in unused.items():
+        if getattr(options, name) != default:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: has no effect with --harness, whose tasks have their own problems and "
+                "settings; leave it out, or use --harness-args"
+            )
+
+
+def _print_measurements(findings: Findings) -> None:
+    for one in findings.measurements:
+        error = "" if one.stderr is None else f" ± {one.stderr:.4f}"
+        print(f"  {one.task:<24} {one.metric:<32} {one.value:.4f}{error}")
 
 
 def _is_run(options: argparse.Namespace) -> bool:
