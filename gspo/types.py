@@ -86,6 +86,8 @@ class Turn:
     """The names of the tools that it called."""
     failed_calls: int = 0
     """Calls that were malformed, or whose arguments or tool raised an error. The model has seen the error."""
+    other_format: str = ""
+    """A format in which this would have been a tool call, if it is none in `environment.tool_format`."""
 
 
 @dataclass(frozen=True, kw_only=True)

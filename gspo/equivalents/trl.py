@@ -316,7 +316,6 @@ _REWARDS = {
 _THINKING = "<think>(?!.*<think>).*</think>.*"
 _DTYPES = ("float32", "bfloat16", "float16")
 SPIKES = "gspo skips an optimizer step with a far larger gradient norm than usual; learner.spike = 0 turns it off"
-SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 def convert(values: Mapping[str, Any], *, rows: int | None = None, processes: int = 1) -> Conversion:
@@ -585,9 +584,7 @@ def _sampling(done: Conversion) -> None:
 
 
 def _run(done: Conversion, updates: int) -> None:
-    if done.has("run_name"):
-        name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in str(done.value("run_name")))
-        done.put("name", name[:64], "run_name")
+    done.put_name("run_name")
     if done.has("save_steps") and (every := done.number("save_steps")) and every >= 1:
         done.put("checkpoint.every", max(1, round(every / updates)), "save_steps")
     # TRL trains on all rows. An evaluation has rows of its own.
@@ -597,15 +594,7 @@ def _run(done: Conversion, updates: int) -> None:
         done.put("eval.every", 0, "eval_strategy")
     else:
         _evaluation(done, updates, strategy)
-    sinks = done.value("report_to")
-    names = [sinks] if isinstance(sinks, str) else list(sinks or ())
-    known = [name for name in names if name in SINKS]
-    if known:
-        done.put("log.sinks", known, "report_to")
-        if done.has("project"):
-            done.put("log.project", done.value("project"), "project")
-    if unknown := [name for name in names if name not in (*SINKS, "none")]:
-        done.lose("report_to", f"{', '.join(unknown)}: there are {', '.join(SINKS)}")
+    done.put_sinks("report_to", project="project", ignored=["none"])
 
 
 def _lowest_rate(done: Conversion, options: dict[str, Any]) -> float | None:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from gspo.model.kernel_bugs import warn_of_kernel_bug
 from gspo.model.kernels.attention_probe import UNKNOWN, LayerWindows, observe_windows
 from gspo.model.kernels.packed_attention import NAME, attention_kinds
 from gspo.model.micro_batch import MicroBatch, TokenSequence, micro_batch
@@ -63,6 +64,9 @@ def obstacle_to_packing(model: Any) -> str | None:
     own = model.config._attn_implementation
     if kinds is None:
         return f"{name} has layers other than full and sliding-window attention"
+    # Not every config says so (RecurrentGemma), and in 16 bits the trial may take such an error for rounding.
+    if getattr(model, "_is_stateful", False):
+        return f"{name} has recurrent layers, whose states would pass from one sequence to the next"
     if not getattr(model, "_supports_attention_backend", False):
         return f"the attention of {name} cannot be replaced"
     if own not in ("eager", "sdpa", NAME):
@@ -71,6 +75,7 @@ def obstacle_to_packing(model: Any) -> str | None:
         error, layers = _trial(model)
     except Exception as problem:  # whatever fails inside foreign model code, the model cannot be packed
         model.set_attn_implementation(own)
+        warn_of_kernel_bug(problem, model, "packed sequences")
         return f"{name} cannot process packed sequences ({type(problem).__name__}: {problem})".splitlines()[0]
     # `not <=` also catches NaN. Lower precision rounds differently in another order of operations.
     if not error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1):

@@ -185,6 +185,7 @@ def _conversations(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, Reduc
         "conversation/branches": Mean.of([len(c.branches) or 1 for c, _ in pairs if c.conversation is not None]),
         "conversation/call_fraction": Mean.of([any(t.calls for t in c.turns) for c in found]),
         "conversation/failed_call_fraction": Mean(sum(turn.failed_calls for turn in turns), calls),
+        "conversation/other_format/NAME": _counts(Counter(t.other_format for t in turns if t.other_format)),
         "conversation/observation_tokens": Mean(given, len(found)),
         "conversation/end/NAME": Family({end: Mean.of([c.end is end for c in found]) for end in ConversationEnd}),
     }
@@ -510,6 +511,7 @@ def _conversation_record(completion: Completion) -> dict[str, Any]:
         return {}
     turns = [
         {"start": t.start, "end": t.end, "reward": t.reward, "calls": t.calls, "failed_calls": t.failed_calls}
+        | ({"other_format": t.other_format} if t.other_format else {})
         for t in conversation.turns
     ]
     branches = [(b.start, b.parent, b.shared) for b in completion.branches]

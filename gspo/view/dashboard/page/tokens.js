@@ -126,6 +126,7 @@ function turnHeading(turn, number, branch) {
   const facts = [`Turn ${number}: ${turn.end - turn.start} tokens`];
   if (turn.calls.length) facts.push(`calls ${turn.calls.join(", ")}`);
   if (turn.failed_calls) facts.push(`${turn.failed_calls} failed`);
+  if (turn.other_format) facts.push(`no call, but would be one in format ${turn.other_format}`);
   if (known(turn.reward)) facts.push(`reward ${format(turn.reward)}`);
   return facts.join(", ");
 }
