@@ -130,11 +130,9 @@ def _measure(run: Run, folder: Path, name: str, out: Path) -> dict[str, Any]:
 
     A trained run is measured on its own held-out problems, the base model on those of seed 0.
     """
-    from gspo.commands.eval import evaluate_model
-    from gspo.record.run_dir import read_jsonl
+    from gspo.commands.eval import measure_model
+    from gspo.record.metrics import evaluation_records
 
-    numbers = out / f".{run.name}.numbers"
-    completions = out / f".{run.name}.completions"
     chosen = run.sets.get(name, [])
     overrides = [s for s in chosen if not s.startswith("data.path=")]
     if not run.train:
@@ -143,7 +141,7 @@ def _measure(run: Run, folder: Path, name: str, out: Path) -> dict[str, Any]:
             for s in run.settings
             if s.startswith(("model.dtype", "rollout.")) or (not chosen and s.startswith("data."))
         ] + overrides
-    evaluate_model(
+    measured = measure_model(
         str(folder) if run.train else _value(run.settings, "model.path"),
         data=_value(chosen, "data.path") if chosen else None,
         recipe=None if run.train else run.recipe,
@@ -151,15 +149,12 @@ def _measure(run: Run, folder: Path, name: str, out: Path) -> dict[str, Any]:
         samples=1,
         limit=run.limit,
         greedy=True,
-        json_path=str(numbers),
-        completions_path=str(completions),
         seed=0,
         overrides=overrides,
     )
-    record = json.loads(numbers.read_text()) | {"completions": read_jsonl(completions)[:STORED_COMPLETIONS]}
-    numbers.unlink()
-    completions.unlink()
-    return record
+    print("\n".join(measured.lines))
+    completions = list(evaluation_records(measured.evaluation))[:STORED_COMPLETIONS]
+    return {**measured.record, "completions": completions}
 
 
 def _measure_plain(run: Run, folder: Path) -> dict[str, Any]:

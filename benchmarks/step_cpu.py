@@ -1,8 +1,9 @@
 """One GSPO step of the demo, by gspo and by TRL's GRPOTrainer: same model, problems, sampling and settings.
 
 In: the Python of an environment with TRL (`make bench-cpu` creates `.venv-trl` and runs this). Out: seconds per step of
-both, wall-clock between the ends of steps, everything included. Both train from the same cold-started checkpoint with
-one thread. A step is 32 prompts x 8 completions, then four optimizer steps. The two alternate, so that other load slows
+both, everything included, by wall clock between the ends of steps and by CPU time of all processes (reward workers,
+too), which says more if other processes share the cores. Both train from the same cold-started checkpoint with one
+thread. A step is 32 prompts x 8 completions, then four optimizer steps. The two alternate, so that other load slows
 both equally. Invariant: both compute the same loss for one batch with made-up old log-probs, or the script fails.
 
     python benchmarks/step_cpu.py --trl .venv-trl/bin/python [--rounds 12] [--repeats 2]
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +143,27 @@ def run_gspo(folder: Path, rounds: int, number: int) -> dict[str, Any]:
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ONE_THREAD) as process:
         assert process.stdout
-        ends = [time.perf_counter() for line in process.stdout if re.match(r"step \d+/", line)]
+        steps = (line for line in process.stdout if re.match(r"step \d+/", line))
+        ends, cpu = zip(*((time.perf_counter(), cpu_seconds(process.pid)) for _ in steps), strict=True)
     assert len(ends) == rounds
     rewards = [json.loads(line).get("reward/mean") for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {"ends": ends, "rewards": [r for r in rewards if r is not None]}
+    return {"ends": ends, "cpu": cpu, "rewards": [r for r in rewards if r is not None]}
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time of a process and those that it has started, so far."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has ended
+            # The second field is a name in parentheses, which may contain anything.
+            fields = file.read_text().rpartition(")")[2].split()
+            parents[int(file.parent.name)] = int(fields[1])
+            ticks[int(file.parent.name)] = sum(map(int, fields[11:15]))  # of ended children, too
+    tree = {process}
+    while found := {child for child, parent in parents.items() if parent in tree} - tree:
+        tree |= found
+    return sum(ticks[p] for p in tree) / os.sysconf("SC_CLK_TCK")
 
 
 def run_trl(folder: Path, rounds: int, python: str) -> dict[str, Any]:
@@ -169,6 +188,11 @@ def seconds(side: dict[str, Any]) -> list[float]:
     return [b - a for a, b in itertools.pairwise(ends)]
 
 
+def cpu_per_step(side: dict[str, Any]) -> float:
+    """Seconds of CPU time per step, without the warm-up steps."""
+    return statistics.median(b - a for a, b in itertools.pairwise(side["cpu"][WARM_UP:]))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,11 +206,13 @@ def main() -> None:
         loss = prepare(folder)
         ours: list[float] = []
         theirs: list[float] = []
+        cpu: list[tuple[float, float]] = []
         for number in range(options.repeats):
             mine = run_gspo(folder, options.rounds, number)
             other = run_trl(folder, options.rounds, options.trl)
             ours += seconds(mine)
             theirs += seconds(other)
+            cpu.append((cpu_per_step(mine), cpu_per_step(other)))
             print(
                 f"rewards, first to last round: gspo {mine['rewards'][0]:.2f} to {mine['rewards'][-1]:.2f}, "
                 f"TRL {other['rewards'][0]:.2f} to {other['rewards'][-1]:.2f}",
@@ -202,6 +228,11 @@ def main() -> None:
         f"seconds per step: gspo {statistics.median(ours):.3f}, TRL {statistics.median(theirs):.3f}: "
         f"{ratio:.1f} times as fast"
     )
+    for mine_cpu, other_cpu in cpu:
+        print(
+            f"seconds of CPU time per step: gspo {mine_cpu:.3f}, TRL {other_cpu:.3f}: "
+            f"{other_cpu / mine_cpu:.2f} times as fast"
+        )
     if difference > 1e-7:
         raise SystemExit("the losses of gspo and TRL differ: the two do not run the same objective")
 

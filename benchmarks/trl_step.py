@@ -1,7 +1,7 @@
 """The TRL side of `step_cpu.py`, run in its own environment: GSPO with GRPOTrainer on the given model and prompts.
 
 In: a folder with `model/`, `prompts.jsonl` and `check.safetensors`. Out: one JSON line with the loss on the check batch
-and the wall-clock time at the end of every round of four optimizer steps. Invariant: the settings are those of gspo.
+and wall-clock and CPU time at the end of every round of four optimizer steps. Invariant: the settings are gspo's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class RoundTimer(TrainerCallback):
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.cpu: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the time after every fourth optimizer step."""
         if state.global_step % 4 == 0:
             self.times.append(time.perf_counter())
+            self.cpu.append(time.process_time())
 
 
 def main(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
@@ -89,7 +91,8 @@ def main(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
     trainer.model.train()
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    print("RESULT " + json.dumps({"version": trl.__version__, "loss": loss, "ends": timer.times, "rewards": rewards}))
+    found = {"version": trl.__version__, "loss": loss, "ends": timer.times, "cpu": timer.cpu, "rewards": rewards}
+    print("RESULT " + json.dumps(found))
 
 
 if __name__ == "__main__":

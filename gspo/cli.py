@@ -75,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     parser = build_parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return 2
     options, overrides = parser.parse_known_args(_renamed(sys.argv[1:] if arguments is None else arguments))
     stray = [o for o in overrides if not o.startswith("--")]
     if stray:

@@ -50,6 +50,7 @@ from gspo.model.load import reload_weights
 from gspo.model.save import save_model
 from gspo.objectives.adaptive_clip import ClipRange, at_limit
 from gspo.objectives.describe import resolved
+from gspo.ranks.environment import resume_command
 from gspo.ranks.usage import RankUsage, exchange_usage
 from gspo.record.eval_metrics import rank_timings, step_eval_metrics, step_timings
 from gspo.record.held_out import HeldOutScores
@@ -222,10 +223,12 @@ class Loop:
                 pending={"step": step, "tokens/sampled": tokens, **metrics},
             )
         )
-        collector.trained(learned_state)
+        try:
+            collector.trained(learned_state)
+        finally:  # also if there is no room for the sampler's weights: the step is done, and a replay needs these
+            self._write_rollouts(step, context, collected, learned)
         with context.ranks.together("exchange_usage"):
             usage = exchange_usage(context.ranks, context.policy.device)
-        self._write_rollouts(step, context, collected, learned)
         self.sinks.completions(step, collected.rollouts.groups)
         self._check_updates(state, context, collected, learned)
         self._report_clip_limit(step, state.clip_scale, learned_state.clip_scale)
@@ -559,7 +562,7 @@ class Loop:
             if self._latest is None:
                 raise
             self.saver.save(self._latest)
-            raise type(error)(f"{error}. The run is saved: gspo train --resume {self.run_dir.path}") from error
+            raise type(error)(f"{error}. The run is saved: {resume_command(self.run_dir.path)}") from error
 
     @contextmanager
     def _checkpoint_on_full_disk(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 HIDDEN = "[hidden]"
@@ -67,10 +68,15 @@ def sounds_secret(name: str) -> bool:
 
 def known_secrets() -> list[str]:
     """Secrets in this process's environment, longest first."""
-    names = [name for name in os.environ if name not in _DIRECTORIES and sounds_secret(name)]
+    names = [name for name in os.environ if _names_secret(name)]
     values = {os.environ[name] for name in names if len(os.environ[name]) >= SHORTEST}
     # Longest first: a secret that contains another must be replaced before its substring is.
     return sorted(values, key=len, reverse=True)
+
+
+@cache  # of the names in the environment only: they are few, and each record of a run asks for all of them
+def _names_secret(variable: str) -> bool:
+    return variable not in _DIRECTORIES and sounds_secret(variable)
 
 
 def holds_secret(text: str) -> bool:

@@ -47,6 +47,11 @@ def shielded() -> Iterator[None]:
         raise _phase.pending
 
 
+def exit_process(number: int, frame: FrameType | None) -> None:
+    """A handler of SIGTERM for commands that are no training run: the process ends, and closes what it has opened."""
+    raise SystemExit(128 + number)
+
+
 def stop_pending() -> bool:
     """Whether a stop request waits for the end of the shield that is active."""
     return _phase.pending is not None

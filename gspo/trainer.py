@@ -45,6 +45,7 @@ from gspo.loop import Loop
 from gspo.model.out_of_memory import out_of_memory
 from gspo.objectives.describe import resolved
 from gspo.objectives.objective import Objective
+from gspo.ranks.environment import resume_command
 from gspo.ranks.group import ONE, Ranks
 from gspo.record import rollbacks
 from gspo.record.curves_image import draw_curves
@@ -336,7 +337,7 @@ def _errors_as_events(run: RunDir, config: Config, display: Display) -> Iterator
         raise MemoryLimitError(f"{str(error).splitlines()[0]}; {_how_to_save_memory(run, config)}") from error
     except KeyboardInterrupt:
         if run.started:
-            display.message(f"Stopped immediately. Continue with:  gspo train --resume {run.path}")
+            display.message(f"Stopped immediately. Continue with:  {resume_command(run.path)}")
         raise
 
 
@@ -351,7 +352,7 @@ def _how_to_save_memory(run: RunDir, config: Config) -> str:
         # Only the weights and the engine are in memory yet, so smaller batches would not help.
         return "the model does not fit: use a smaller model, a smaller model.dtype or more memory"
     options = ("learner.micro_batch_tokens", *engine_traits(config.rollout.engine).memory_options)
-    return f"lower {' or '.join(options)}, then: gspo train --resume {run.path}"
+    return f"lower {' or '.join(options)}, then: {resume_command(run.path)}"
 
 
 def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None, int]:

@@ -167,6 +167,9 @@ class GRPOTrainer:
             progress=not self.args.disable_tqdm,
             **settings,
         )
+        outcome = self.run.outcome
+        if outcome is not None and outcome.stopped_by is not None and not self.args.disable_tqdm:
+            print(f"{WHERE}: in this script, train(resume_from_checkpoint=True) continues the run")
         return self._output(self.run)
 
     def evaluate(self, eval_dataset: Any = None, **options: Any) -> EvaluationResult:

@@ -86,6 +86,8 @@ class Turn:
     """The names of the tools that it called."""
     failed_calls: int = 0
     """Calls that were malformed, or whose arguments or tool raised an error. The model has seen the error."""
+    other_format: str = ""
+    """A format in which this would have been a tool call, if it is none in `environment.tool_format`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,13 +315,6 @@ def branch_paths(prompt: int, tokens: int, branches: Sequence[Branch]) -> list[l
         else:
             paths.append([*paths[branch.parent][: branch.shared], *range(prompt + branch.start, prompt + end)])
     return paths
-
-
-def branch_ids(prompt_ids: Sequence[int], completion: Completion) -> list[tuple[int, ...]]:
-    """The tokens that the model reads in each branch of a completion, from the prompt on."""
-    ids = (*prompt_ids, *completion.token_ids)
-    paths = branch_paths(len(prompt_ids), len(completion.token_ids), completion.branches)
-    return [tuple(ids[i] for i in path) for path in paths]
 
 
 def without_columns(groups: Sequence[Group]) -> tuple[Group, ...]:

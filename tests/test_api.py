@@ -312,7 +312,7 @@ def test_a_run_as_an_object(tmp_path: Path) -> None:
         gspo.Run(tmp_path)
 
 
-def test_evaluate_a_run_with_its_own_function(tmp_path: Path) -> None:
+def test_evaluate_a_run_with_its_own_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path / "run")
     result = run.evaluate(k=[1, 2], greedy=True)
     assert result.problems == 4
@@ -321,7 +321,16 @@ def test_evaluate_a_run_with_its_own_function(tmp_path: Path) -> None:
     assert [sum(c.get("greedy", False) is greedy for c in result.completions) for greedy in (False, True)] == [8, 4]
     assert "pass@2" in repr(result)
     several = run.evaluate(k=2)
-    assert several.accuracy is several["avg@2"]
+    assert several.accuracy == several["avg@2"]
+
+    def talkative(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
+        print("scoring")
+        return [0.25 for _ in completions]
+
+    quarter = run.evaluate(rewards=[talkative])
+    assert str(quarter["reward"]) == "0.250"
+    assert "scoring" not in repr(quarter)
+    assert "scoring" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="0 completions per problem are too few"):
         run.evaluate(samples=0)
     fresh = [{"prompt": f"9+{b}=", "answer": "1"} for b in range(3)]

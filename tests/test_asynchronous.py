@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -15,20 +16,22 @@ import orjson
 import pytest
 import torch
 from ends import run_of, same_end
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sampling_stand_in import StandIn, stand_in
 from simulated_vllm import SimulatedVllm
 from test_rollback import SETTINGS as ROLLBACK
 from test_rollback import repetition_in
 from tiny_runs import tiny_config
 
+from gspo.build import sampler_for
 from gspo.config import Config
-from gspo.errors import CheckpointError, ConfigError, EngineError, LagError
+from gspo.errors import CheckpointError, ConfigError, DiskError, EngineError, LagError
 from gspo.learner import checkpoint
 from gspo.ranks.codec import encode
+from gspo.record import run_dir
 from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS, TIMINGS, Metric
-from gspo.record.run_dir import read_events, read_jsonl
+from gspo.record.run_dir import json_line, read_events, read_jsonl
 from gspo.rollout import in_flight
 from gspo.rollout.engine import GenerateOptions
 from gspo.rollout.sampling_process import SamplingProcess
@@ -115,6 +118,29 @@ def test_delays_do_not_change_a_run(
     same_end(golden, run_of(config))
 
 
+def test_a_sampling_process_without_a_lag_changes_nothing(
+    tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lag of 0 needs no sampling process. With one, the run is byte-identical, but for the metrics of its age."""
+    config, through = tiny(run_dir="in-turn"), tiny(run_dir="process")
+    train(config, display)
+    assert not (run_of(config) / "ledger.jsonl").exists()
+
+    def sampler(settings: Config, *rest: Any) -> SamplingProcess | None:
+        return sampler_for(replace(settings, rollout=replace(settings.rollout, max_lag=1)), *rest)
+
+    stand_in(monkeypatch)
+    monkeypatch.setattr("gspo.build.sampler_for", sampler)
+    train(through, display)
+    rows = read_jsonl(run_of(through) / "metrics.jsonl")
+    assert [row["lag/steps"] for row in rows if row["step"]] == [0, 0, 0]
+    assert {row["time/wait_s"] > 0 for row in read_jsonl(run_of(through) / "timings.jsonl")} == {True}
+    plain = [{key: value for key, value in row.items() if not key.startswith("lag/")} for row in rows]
+    lines = "".join(json_line(row) for row in plain)
+    (run_of(through) / "metrics.jsonl").write_text(lines)
+    same_end(run_of(config), run_of(through))
+
+
 def test_data_that_is_shorter_than_the_batches_in_flight_is_started_again(
     tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,10 +211,41 @@ def test_a_longer_run_continues_where_a_shorter_one_has_ended(
     assert (run_of(config) / name).read_bytes() == (golden / name).read_bytes()
 
 
-def test_a_batch_that_is_older_than_the_bound_is_an_error(
-    golden: Path, tmp_path: Path, display: Any, monkeypatch: pytest.MonkeyPatch
+def weights_0(entry: dict[str, Any]) -> None:
+    assert entry["batch"]["weights"] == 1
+    entry["batch"]["weights"] = 0
+
+
+def version_0(entry: dict[str, Any]) -> None:
+    completion = entry["batch"]["rollouts"]["groups"][-1]["completions"][-1]
+    assert completion["version"] == UPDATES
+    completion["version"] = 0
+
+
+def weights_9(entry: dict[str, Any]) -> None:
+    entry["ticket"]["weights"] = 9
+    entry["batch"] = None
+
+
+@pytest.mark.parametrize(
+    ("change", "at", "error", "message"),
+    [
+        (weights_0, 0, LagError, r"step 4: .*from the weights of step 0, 3 steps ago, and rollout.max_lag is 2"),
+        (version_0, 0, LagError, r"step 4: a completion of .* version 0 of the weights, .* allows version 2 and later"),
+        (weights_9, -1, EngineError, "step 6: its batch waits for weights that no step has left"),
+    ],
+)
+def test_a_plan_that_breaks_the_bound_or_cannot_be_carried_out_is_an_error(
+    change: Callable[[dict[str, Any]], None],
+    at: int,
+    error: type[Exception],
+    message: str,
+    golden: Path,
+    tmp_path: Path,
+    display: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing that samples breaks the bound, so a checkpoint is changed by hand."""
+    """Nothing that samples writes such a plan, so a checkpoint is changed by hand."""
     cut = tmp_path / "cut"
     shutil.copytree(golden, cut)
     for later in checkpoint.saved(cut / "checkpoints"):
@@ -196,14 +253,13 @@ def test_a_batch_that_is_older_than_the_bound_is_an_error(
             shutil.rmtree(later)
     saved = cut / "checkpoints/000003"
     plan, manifest = (orjson.loads((saved / name).read_bytes()) for name in ("in_flight.json", "manifest.json"))
-    assert plan["entries"][0]["batch"]["weights"] == 1
-    plan["entries"][0]["batch"]["weights"] = 0
+    change(plan["entries"][at])
     (saved / "in_flight.json").write_bytes(orjson.dumps(plan))
     del manifest["in_flight.json"]
     (saved / "manifest.json").write_bytes(orjson.dumps(manifest))
     stand_in(monkeypatch)
-    with pytest.raises(LagError, match=r"step 4: .*from the weights of step 0, 3 steps ago, and rollout.max_lag is 2"):
-        resume(cut, display, trust_run=True)
+    with pytest.raises(error, match=message):
+        resume(cut, display, trust_run=True, steps=STEPS + 1)
 
 
 class StopAfter:
@@ -240,6 +296,45 @@ def test_a_stopped_run_keeps_older_weights_and_collected_batches(
         name = f"rollouts/{step:06d}.jsonl"
         assert (run_of(config) / name).read_bytes() == (golden / name).read_bytes()
     assert (run_of(config) / "metrics.jsonl").read_bytes() == (golden / "metrics.jsonl").read_bytes()
+
+
+def no_room_for(what: str, number: int, patch: pytest.MonkeyPatch) -> None:
+    """The disk is full when the `weights` of a step, or this line of the ledger about a batch, are written."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def save(weights: Any, file: Path) -> None:
+        if what == "weights" and file.stem == str(number):
+            raise full
+        save_file(weights, file)
+
+    def append(path: Path, data: bytes) -> None:
+        line = orjson.loads(data)
+        if path.name == "ledger.jsonl" and (line["batch"], line["state"]) == (number, what):
+            raise full
+        append_whole(path, data)
+
+    append_whole = run_dir._append_whole
+    patch.setattr("gspo.rollout.sampling_process.save_file", save)
+    patch.setattr("gspo.record.run_dir._append_whole", append)
+
+
+@pytest.mark.parametrize("what", ["weights", "collected", "trained"])
+def test_a_full_disk_loses_no_batch(
+    what: str, golden: Path, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something cannot be written in the middle of a run, but its checkpoint can."""
+    config = tiny(*SETTING, "checkpoint.every=100")
+    with monkeypatch.context() as patch:
+        stand_in(patch)
+        no_room_for(what, 2, patch)
+        with pytest.raises(DiskError, match="No space left on device"):
+            train(config, display)
+    stand_in(monkeypatch)
+    resume(run_of(config), display, trust_run=True)
+    same_end(golden, run_of(config))
+    ledger = read_ledger(run_of(config))
+    assert [history.trained for history in ledger] == [[step] for step in range(1, STEPS + 1)]
+    assert all(history.prompts for history in ledger)
 
 
 def test_a_rollback_abandons_the_batches_in_flight(

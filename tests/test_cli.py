@@ -234,6 +234,11 @@ def test_a_failed_start_leaves_its_directory_usable(tmp_path: Path) -> None:
     assert "already holds a run" in again.stderr
 
 
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "import-config" in capsys.readouterr().out
+
+
 def test_help_of_every_command() -> None:
     for arguments in (
         ["--help"],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gspo import config as settings
 from gspo.cold_start import run_cold_start
@@ -91,6 +92,28 @@ def test_it_trains_on_prompts_followed_by_their_demonstrations(
     assert len(set(pairs[:21])) == 21
     assert done.demonstrations == {"demonstrations": 21}
     assert not {prompt for prompt, _ in pairs} & {p.text for p in parts.problems.held_out}
+
+
+def test_micro_batch_tokens_bound_its_forwards_and_do_not_change_what_it_learns(
+    own: Callable[..., Config], parts_of: Any, display: Any
+) -> None:
+    largest, weights = [], []
+    for budget in (1000, 20):
+        settings = (f"learner.micro_batch_tokens={budget}", "cold_start.batch=12")
+        parts = parts_of(own(sums(30), *settings, run_dir=f"run{budget}"))
+        model, widths = parts.policy.model, [0]
+
+        def record(module: Any, args: Any, options: Any, widths: list[int] = widths) -> None:
+            if torch.is_grad_enabled():  # not while it samples
+                widths.append(options["input_ids"].numel())
+
+        model.register_forward_pre_hook(record, with_kwargs=True)
+        run_cold_start(parts, display)
+        largest.append(max(widths))
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert largest[1] <= 20 < largest[0]
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 def test_checks_use_problems_that_are_not_trained_on(

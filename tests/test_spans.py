@@ -14,13 +14,13 @@ import pytest
 from ends import run_of, same_end
 from sampling_stand_in import stand_in
 from simulated_vllm import SimulatedVllm
-from test_asynchronous import Silent, StopAfter
+from test_asynchronous import Silent, StopAfter, no_room_for
 from test_rollback import SETTINGS as ROLLBACK
 from test_rollback import repetition_in
 from tiny_runs import tiny_config
 
 from gspo.config import Config
-from gspo.errors import CheckpointError, ConfigError
+from gspo.errors import CheckpointError, ConfigError, DiskError
 from gspo.learner import checkpoint
 from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS, TIMINGS, Metric
@@ -192,6 +192,23 @@ def test_a_stopped_run_keeps_completions_that_were_cut(
     for step in range(1, STEPS + 1):
         name = f"rollouts/{step:06d}.jsonl"
         assert (run_of(config) / name).read_bytes() == (golden / name).read_bytes()
+
+
+def test_a_full_disk_loses_no_completion(
+    golden: Path, tiny: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn that begins batch 6 continues batch 5 and finishes batch 4, whose first weights are gone by then."""
+    config = tiny(*SETTING, "checkpoint.every=100")
+    with monkeypatch.context() as patch:
+        stand_in(patch)
+        no_room_for("cut", 6, patch)
+        with pytest.raises(DiskError, match="No space left on device"):
+            train(config, display)
+    assert int(checkpoint.saved(run_of(config) / "checkpoints")[-1].name) >= 2, "otherwise the run begins again"
+    stand_in(monkeypatch)
+    resume(run_of(config), display, trust_run=True)
+    same_end(golden, run_of(config))
+    assert [history.trained for history in read_ledger(run_of(config))] == [[step] for step in range(1, STEPS + 1)]
 
 
 def test_a_strange_open_batch_is_no_checkpoint(

@@ -6,12 +6,9 @@ evaluated on problems that it was trained on, nor on duplicates of them.
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import typing
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,10 +19,10 @@ from gspo.api.rewards import Rewards, locate
 from gspo.api.run import Run
 from gspo.api.settings import pairs_of
 from gspo.commands.command import quiet_libraries
-from gspo.commands.eval import evaluate_model, evaluate_suite
+from gspo.commands.eval import measure_model, measure_suite
 from gspo.config import toml_value, type_of
 from gspo.errors import ConfigError
-from gspo.evaluation import Estimate
+from gspo.evaluation import Estimate, MeanEstimate
 from gspo.reward import in_process
 
 WHERE = "gspo.evaluate"
@@ -42,21 +39,16 @@ class EvaluationResult:
     """Completions per problem."""
     unscored: int
     """Completions without a verdict, which are excluded."""
-    numbers: Mapping[str, Estimate]
+    accuracy: Estimate
+    """Mean correctness of one sampled completion."""
+    numbers: Mapping[str, Estimate | MeanEstimate]
     """`avg@k`, `pass@k`, `reward` and `greedy`, each with its 95 % interval; of a suite also `maj@n`."""
     completions: Sequence[Mapping[str, Any]]
     """Every completion with its prompt, reward and verdict."""
     text: str
     """The numbers as `gspo eval` prints them."""
 
-    @property
-    def accuracy(self) -> Estimate:
-        """Mean correctness of one sampled completion."""
-        if "pass@1" in self.numbers:
-            return self.numbers["pass@1"]
-        return self.numbers[max((n for n in self.numbers if n.startswith("avg@")), key=lambda name: int(name[4:]))]
-
-    def __getitem__(self, name: str) -> Estimate:
+    def __getitem__(self, name: str) -> Estimate | MeanEstimate:
         return self.numbers[name]
 
     def __repr__(self) -> str:
@@ -103,48 +95,39 @@ def evaluate(
         located = locate(rewards, where=WHERE)
         pairs["reward.functions"] = list(located.specs)
     quiet_libraries()
-    printed = io.StringIO()
-    with TemporaryDirectory(prefix="gspo-") as folder, in_process.given(located.own):
-        numbers, completions = Path(folder) / "numbers.json", Path(folder) / "completions.jsonl"
-        with redirect_stdout(printed):
-            common: dict[str, Any] = {
-                "checkpoint": str(checkpoint),
-                "recipe": None if recipe is None else os.fspath(recipe),
-                "limit": limit,
-                "json_path": str(numbers),
-                "completions_path": str(completions),
-                "seed": seed,
-                "overrides": [as_override(key, value) for key, value in pairs.items()],
-                "trust_run": trust_run,
-            }
-            name = str(model.path) if isinstance(model, Run) else os.fspath(model)
-            if suite is not None:
-                evaluate_suite(name, suite, samples=samples, **common)
-            else:
-                evaluate_model(
-                    name,
-                    data=None if data is None else _data(data, Path(folder)),
-                    set_name=set,
-                    ks=ks,
-                    samples=max(ks) if samples is None else samples,
-                    greedy=greedy,
-                    **common,
-                )
-        found = json.loads(numbers.read_text(encoding="utf-8"))
-        lines = completions.read_text(encoding="utf-8").splitlines()
-    estimates = {
-        name: Estimate(value=value["value"], low=value["low"], high=value["high"])
-        for name, value in found.get("numbers", found).items()
-        if isinstance(value, dict) and value.keys() == {"value", "low", "high"}
+    from gspo.record.metrics import evaluation_records
+
+    common: dict[str, Any] = {
+        "checkpoint": str(checkpoint),
+        "recipe": None if recipe is None else os.fspath(recipe),
+        "limit": limit,
+        "seed": seed,
+        "overrides": [as_override(key, value) for key, value in pairs.items()],
+        "trust_run": trust_run,
     }
+    name = str(model.path) if isinstance(model, Run) else os.fspath(model)
+    with TemporaryDirectory(prefix="gspo-") as folder, in_process.given(located.own):
+        if suite is not None:
+            measured = measure_suite(name, suite, samples=samples, **common)
+        else:
+            measured = measure_model(
+                name,
+                data=None if data is None else _data(data, Path(folder)),
+                set_name=set,
+                ks=ks,
+                samples=max(ks) if samples is None else samples,
+                greedy=greedy,
+                **common,
+            )
     return EvaluationResult(
-        model=found["model"],
-        problems=found["problems"],
-        samples=found["samples"],
-        unscored=found["unscored"],
-        numbers=estimates,
-        completions=tuple(map(json.loads, lines)),
-        text=printed.getvalue().rstrip(),
+        model=measured.record["model"],
+        problems=measured.record["problems"],
+        samples=measured.record["samples"],
+        unscored=measured.record["unscored"],
+        accuracy=measured.evaluation.accuracy,
+        numbers=measured.numbers,
+        completions=tuple(evaluation_records(measured.evaluation)),
+        text="\n".join(measured.lines),
     )
 
 

@@ -110,7 +110,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedRun:
     """Arguments as a config, and what is still to be written."""
 
     config: Config
@@ -120,7 +120,7 @@ class Prepared:
     rewards: Rewards
 
 
-def prepare(arguments: Arguments, folder: Callable[[Config], Path], *, where: str) -> Prepared:
+def prepare(arguments: Arguments, folder: Callable[[Config], Path], *, where: str) -> PreparedRun:
     """The config of these arguments. `folder` says where its inputs will be."""
     own = pairs_of(arguments.settings, where=where)
     located = Rewards(specs=(), own={}, notes=())
@@ -136,7 +136,7 @@ def prepare(arguments: Arguments, folder: Callable[[Config], Path], *, where: st
     _add(own, found, "dataset", where)
     config = config_of(arguments.recipe, own, where=where)
     given = Inputs(files=files, model=model, tokenizer=tokenizer)
-    return Prepared(config=config, given=own, inputs=given, rewards=located)
+    return PreparedRun(config=config, given=own, inputs=given, rewards=located)
 
 
 def _add(pairs: Pairs, found: Mapping[str, Any], argument: str, where: str) -> None:
@@ -313,7 +313,7 @@ def _resume(path: Path, arguments: Arguments, callbacks: Sequence[Callback], *, 
     return _finished(Run(path, outcome=outcome, rewards=prepared.rewards.own), progress)
 
 
-def _changed(prepared: Prepared, stored: Config) -> Pairs:
+def _changed(prepared: PreparedRun, stored: Config) -> Pairs:
     """The settings that are given and differ from those of the run. Resuming refuses those that may not change."""
     from gspo.build import with_dtype
 

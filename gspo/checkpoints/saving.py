@@ -16,6 +16,7 @@ from gspo.context import RunContext
 from gspo.errors import CheckpointError
 from gspo.learner import checkpoint
 from gspo.learner.checkpoint import TrainerState
+from gspo.ranks.environment import resume_command
 from gspo.record.held_out import HeldOutScores, Score, to_json
 from gspo.record.progress import Display
 from gspo.record.retention import for_rollback
@@ -63,8 +64,9 @@ class Saver:
             with suppress(OSError):
                 self._run_dir.event("checkpoint_failed", step=state.step, message=str(error))
             if required:
-                raise CheckpointError(f"{text}; make room, then: gspo train --resume {self._run_dir.path}") from error
-            self._display.message(f"warning: {text}; the next attempt is in {settings.every} steps")
+                raise CheckpointError(f"{text}; make room, then: {resume_command(self._run_dir.path)}") from error
+            later = f"{settings.every} step{'s' * (settings.every != 1)}"
+            self._display.message(f"warning: {text}; the next attempt is in {later}")
             return
         self.saved_step = state.step
         # This process has run the model code that it saves with the weights, so a resume may trust it.

@@ -158,18 +158,20 @@ class Ahead:
         sampler.start()
         self._publish(state.step)
         ledger.resumed(state.rollout.batch, state.step)
-        if restored is None:
-            for step in range(state.step + 1, state.step + 2 + self._max_lag):
-                self._issue(Ticket(step=step, weights=state.step, version=state.updates))
-        else:
+        if restored is not None:
             self._restore(restored)
+        for step in range(state.step + 1 + len(self._plan), state.step + 2 + self._max_lag):
+            self._issue(Ticket(step=step, weights=state.step, version=state.updates))
         self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
         self._thread.start()
 
     def collect(self, clock: Clock) -> None:
-        # The thread is the owner of this wait. Each of its own waits has a deadline.
+        # The thread is the owner of this wait. Each of its own waits has a deadline, but for the one for weights: there
+        # it waits for this thread, so both would wait forever.
         with clock.measure("wait"), activity("waiting for a batch"), self._changed:
             while not len(self._buffer) and self._error is None:
+                if not self._may_sample():
+                    raise EngineError(f"step {self._step + 1}: its batch waits for weights that no step has left")
                 self._changed.wait(timeout=1.0)
                 if not self._thread.is_alive() and self._error is None and not len(self._buffer):
                     raise EngineError("the thread that collects batches has ended; resume the run")
@@ -181,13 +183,7 @@ class Ahead:
         with self._changed:
             collected = next(iter(self._buffer))
             self._taken = _Taken(batch=collected, at=self._seconds, version=self._context.optimizer.updates)
-        assert collected.weights is not None
-        lag = self._step - collected.weights
-        if not 0 <= lag <= self._max_lag:
-            raise LagError(
-                f"step {self._step + 1}: its batch was sampled from the weights of step {collected.weights}, "
-                f"{lag} steps ago, and rollout.max_lag is {self._max_lag}"
-            )
+        self._check_age(collected)
         return collected
 
     def trained(self, state: TrainerState) -> None:
@@ -197,18 +193,18 @@ class Ahead:
         with self._changed:
             self._buffer.take()
             self._plan.popleft()
-            self._ledger.trained(collected.batch, state.step)
             self._step = state.step
-            self._publish(state.step)
-            # The new weights are there, so one more batch may be sampled.
+            # There will be new weights, so one more batch may be sampled.
             self._issue(Ticket(step=state.step + 1 + self._max_lag, weights=state.step, version=state.updates))
+            # From here on a checkpoint of this step has the whole plan, also if a disk is full below.
+            self._ledger.trained(collected.batch, state.step)
+            self._publish(state.step)
             self._forget()
             self._changed.notify_all()
 
     def in_flight(self, step: int) -> InFlight | None:
         with self._changed:
-            if step != self._step:  # an error has come between the update and `trained`
-                return None
+            assert step == self._step, f"the plan is that of step {self._step}, not {step}"
             batches: list[CollectResult | None] = list(self._buffer)
             batches += [None] * (len(self._plan) - len(batches))
             entries = tuple(self._entry(t, b) for t, b in zip(self._plan, batches, strict=True))
@@ -226,6 +222,24 @@ class Ahead:
         self._sampler.stop()
         # Briefly: a thread that is scoring notices it later, and does nothing more then.
         self._thread.join(timeout=2)
+
+    def _check_age(self, batch: CollectResult) -> None:
+        """Raise `LagError` if a completion is older than `rollout.max_lag` allows."""
+        assert batch.weights is not None
+        lag = self._step - batch.weights
+        if not 0 <= lag <= self._max_lag:
+            raise LagError(
+                f"step {self._step + 1}: its batch was sampled from the weights of step {batch.weights}, "
+                f"{lag} steps ago, and rollout.max_lag is {self._max_lag}"
+            )
+        # An engine says for each completion which weights have sampled it, so this does not rely on the schedule.
+        for completion in (c for group in batch.rollouts.groups for c in group.completions):
+            if completion.version < batch.version:
+                raise LagError(
+                    f"step {self._step + 1}: a completion of {completion.prompt_id} was sampled from version "
+                    f"{completion.version} of the weights, and rollout.max_lag = {self._max_lag} allows version "
+                    f"{batch.version} and later ones"
+                )
 
     # ---- weights and tickets
 
@@ -279,10 +293,17 @@ class Ahead:
     def _next_ticket(self) -> Ticket | None:
         """Wait for the next batch that may be sampled; None once sampling ends."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or (self._tickets and self._tickets[0].step <= self._last_step)
-            )
+            self._changed.wait_for(lambda: self._closing or self._may_sample())
             return None if self._closing else self._tickets[0]
+
+    def _may_sample(self) -> bool:
+        """Whether there are weights for what is to be sampled next, or is being sampled."""
+        return self._next_weights() in self._kept
+
+    def _next_weights(self) -> int | None:
+        """The step after which the weights are taken of what is sampled next; None if every batch is collected."""
+        tickets = [ticket for ticket in self._tickets if ticket.step <= self._last_step]
+        return tickets[0].weights if tickets else None
 
     def _collect(self, ticket: Ticket) -> None:
         start = self._buffer.end
@@ -301,10 +322,10 @@ class Ahead:
         with self._changed:
             if self._closing:
                 return
+            self._ledger.collected(result)
             self._tickets.popleft()
             self._times[batch] = times
             self._buffer.put(replace(result, weights=ticket.weights))
-            self._ledger.collected(result)
             self._forget()
             self._changed.notify_all()
 

@@ -75,7 +75,7 @@ class InTurns(Ahead):
     def _next_turn(self) -> _Turn | None:
         """Wait for the weights of the next turn; None once sampling ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._next_weights() in self._kept)
+            self._changed.wait_for(lambda: self._closing or self._may_sample())
             weights = self._next_weights()
             if self._closing or weights is None:
                 return None
@@ -84,7 +84,6 @@ class InTurns(Ahead):
         return _Turn(weights=weights, version=versions[weights], batches=tuple(batches))
 
     def _next_weights(self) -> int | None:
-        """The step after which the weights of the next turn are taken; None if every batch is finished."""
         waiting = (due(t, self._open.get(t.step)) for t in self._tickets if t.step <= self._last_step)
         return min(waiting, default=None)
 
@@ -193,18 +192,21 @@ class InTurns(Ahead):
             if self._closing:
                 return
             now = self._seconds
+            # First what may fail: a checkpoint has all of a turn or nothing.
+            for _, batch in left:
+                self._ledger.cut(batch, turn.weights)
+            for result in results:
+                self._ledger.collected(result)
             for ticket, batch in turn.batches:
                 self._open.pop(ticket.step, None)
                 if (times := self._times.get(batch.batch)) is not None:
                     times.turns.append((turn.weights, start, now))
             for ticket, batch in left:
                 self._open[ticket.step] = batch
-                self._ledger.cut(batch, turn.weights)
             for result in results:
                 if (times := self._times.get(result.batch)) is not None:
                     times.end, times.version = now, self._context.optimizer.updates
                 self._tickets.popleft()
                 self._buffer.put(result)
-                self._ledger.collected(result)
             self._forget()
             self._changed.notify_all()

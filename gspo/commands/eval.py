@@ -1,7 +1,8 @@
 """`gspo eval`: pass@k and avg@k of a model, a checkpoint or a run.
 
 In: a model and problems. Out: accuracies with intervals, and files if asked for. Invariant: a model is never evaluated
-on problems that it was trained on, nor on duplicates of them.
+on problems that it was trained on, nor on duplicates of them. `measure_model` and `measure_suite` print and write
+nothing, because `gspo.evaluate` calls them too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,18 @@ if TYPE_CHECKING:
 
 FRESH = 1000
 """How many problems of a generated task `gspo eval` uses without `--limit`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalReport:
+    """The result of an evaluation."""
+
+    lines: Sequence[str]
+    """The numbers as text."""
+    numbers: Mapping[str, Estimate | MeanEstimate]
+    record: Mapping[str, Any]
+    """The numbers, and what was evaluated, in JSON's types."""
+    evaluation: Evaluation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,27 +88,37 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         return run_harness(options, overrides, unused=dict.fromkeys(names) | {"greedy": False, "seed": 0})
     check_no_harness(options)
     quiet_libraries()
+    completions = _completions_path(options)
+    _check_paths(options.json, completions)
+    measured = _measure(options, overrides)
+    print("\n".join(measured.lines))
+    if options.json:
+        replace_text(Path(options.json), json.dumps(_finite(measured.record), indent=2) + "\n")
+    if completions:
+        _write_completions(Path(completions), measured.evaluation)
+    return 0
+
+
+def _measure(options: argparse.Namespace, overrides: list[str]) -> EvalReport:
     if options.suite is not None:
         for option in ("data", "set", "k", "greedy"):
             if getattr(options, option):
                 raise ConfigError(
                     f"--{option}: has no effect with --suite, whose protocol decides it; leave one of them out"
                 )
-        return evaluate_suite(
+        return measure_suite(
             options.model,
             options.suite,
             checkpoint=options.checkpoint,
             recipe=options.recipe,
             samples=options.samples,
             limit=options.limit,
-            json_path=options.json,
-            completions_path=_completions_path(options),
             seed=options.seed,
             overrides=overrides,
             trust_run=options.trust_run,
         )
     ks = _ks(options.k or "1")
-    return evaluate_model(
+    return measure_model(
         options.model,
         checkpoint=options.checkpoint,
         data=options.data,
@@ -105,15 +128,13 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
         samples=max(ks) if options.samples is None else options.samples,
         limit=options.limit,
         greedy=options.greedy,
-        json_path=options.json,
-        completions_path=_completions_path(options),
         seed=options.seed,
         overrides=overrides,
         trust_run=options.trust_run,
     )
 
 
-def evaluate_suite(
+def measure_suite(
     model: str,
     suite: str,
     *,
@@ -121,17 +142,14 @@ def evaluate_suite(
     recipe: str | None,
     samples: int | None,
     limit: int | None,
-    json_path: str | None,
-    completions_path: str | None,
     seed: int,
     overrides: list[str],
     trust_run: bool,
-) -> int:
-    """Evaluate on a suite, `NAME` or `NAME=FILE`: print the result, and write the files that were asked for."""
+) -> EvalReport:
+    """Evaluate on a suite, `NAME` or `NAME=FILE`."""
     from gspo.suites.evaluate import check_overrides, evaluate_on_suite, suite_settings
     from gspo.suites.suite import SuiteSource
 
-    _check_paths(json_path, completions_path)
     for option, value in (("samples", samples), ("limit", limit)):
         if value is not None and value < 1:
             raise ConfigError(f"--{option}: must be at least 1, not {value}")
@@ -144,12 +162,9 @@ def evaluate_suite(
     _check_trust(model, config, recipe, trust_run)
     with life_signs():
         result = evaluate_on_suite(config, source, samples=samples, limit=limit, seed=seed)
-    print("\n".join(result.lines()))
-    if json_path:
-        replace_text(Path(json_path), json.dumps(_finite(result.as_data()), indent=2) + "\n")
-    if completions_path:
-        _write_completions(Path(completions_path), result.evaluation)
-    return 0
+    return EvalReport(
+        lines=list(result.lines()), numbers=result.numbers, record=result.as_data(), evaluation=result.evaluation
+    )
 
 
 def _check_paths(json_path: str | None, completions_path: str | None) -> None:
@@ -188,7 +203,7 @@ def _ks(text: str) -> list[int]:
     return ks
 
 
-def evaluate_model(
+def measure_model(
     model: str,
     *,
     checkpoint: str = "newest",
@@ -199,13 +214,11 @@ def evaluate_model(
     samples: int,
     limit: int | None,
     greedy: bool,
-    json_path: str | None,
-    completions_path: str | None,
     seed: int,
     overrides: Sequence[str],
     trust_run: bool = False,
-) -> int:
-    """Evaluate a model: print the numbers, and write the files that were asked for."""
+) -> EvalReport:
+    """Evaluate a model on problems."""
     from gspo.evaluation import evaluate
 
     # pass@k is estimated from subsets of k completions, so there must be at least k.
@@ -215,7 +228,6 @@ def evaluate_model(
         )
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit: must be at least 1, not {limit}")
-    _check_paths(json_path, completions_path)
     if data and set_name:
         raise ConfigError("--set: names problems, and so does --data; leave one of them out")
     config = _eval_config(model, checkpoint, data, recipe, seed, overrides)
@@ -224,22 +236,37 @@ def evaluate_model(
         raise ConfigError(f"--set: the settings have no eval.sets.{set_name}; there are: {known}")
     _check_trust(model, config, recipe, trust_run)
     with life_signs(), ExitStack() as stack:
-        prompts, engine, rewards = _eval_components(config, stack, _Wanted(data is None, set_name, limit))
+        problems, engine, rewards = _eval_components(config, stack, _Wanted(data is None, set_name, limit))
         sampling = config.rollout.sampling
         # The random streams of the evaluations during a run.
         stream = f"eval/{set_name}" if set_name else "eval"
         evaluation = evaluate(
-            engine, rewards, prompts, samples=samples, greedy=greedy, sampling=sampling, seed=seed, stream=stream
+            engine,
+            rewards,
+            problems.prompts,
+            samples=samples,
+            greedy=greedy,
+            sampling=sampling,
+            seed=seed,
+            stream=stream,
         )
-        numbers = {f"avg@{k}": evaluation.avg_at(k) for k in ks} | {f"pass@{k}": evaluation.pass_at(k) for k in ks}
-        if evaluation.greedy is not None:
-            numbers["greedy"] = evaluation.greedy
-    _print_numbers(config, evaluation, numbers, samples)
-    if json_path:
-        _write_numbers(Path(json_path), config, evaluation, numbers, samples)
-    if completions_path:
-        _write_completions(Path(completions_path), evaluation)
-    return 0
+    numbers: dict[str, Estimate | MeanEstimate] = {f"avg@{k}": evaluation.avg_at(k) for k in ks}
+    numbers |= {f"pass@{k}": evaluation.pass_at(k) for k in ks}
+    if evaluation.greedy is not None:
+        numbers["greedy"] = evaluation.greedy
+    numbers["reward"] = evaluation.reward
+    return EvalReport(
+        lines=[*problems.notes, *_lines(config, evaluation, numbers, samples)],
+        numbers=numbers,
+        record={
+            "model": config.model.path,
+            "problems": len(evaluation.groups),
+            "samples": samples,
+            "unscored": evaluation.unscored,
+            **{name: dataclasses.asdict(estimate) for name, estimate in numbers.items()},
+        },
+        evaluation=evaluation,
+    )
 
 
 def _eval_config(
@@ -344,26 +371,35 @@ class _Wanted:
     limit: int | None
 
 
-def _eval_components(config: Config, stack: ExitStack, wanted: _Wanted) -> tuple[Sequence[Prompt], Engine, Scorer]:
+@dataclasses.dataclass(frozen=True)
+class _UnseenProblems:
+    """The problems that the model was not trained on."""
+
+    prompts: Sequence[Prompt]
+    notes: Sequence[str] = ()
+    """What was excluded."""
+
+
+def _eval_components(config: Config, stack: ExitStack, wanted: _Wanted) -> tuple[_UnseenProblems, Engine, Scorer]:
     from gspo.build import engine_for, environment_for, policy_for, reward_pool, tokenizer_for
 
     # Before the model, so that a reward that cannot be loaded is found early.
     rewards = reward_pool(config)
     stack.callback(rewards.close)
     tokenizer = tokenizer_for(config)
-    prompts = _unseen_problems(config, tokenizer, wanted)
+    problems = _unseen_problems(config, tokenizer, wanted)
     environment = environment_for(config, stack)
     if environment:
-        prompts = environment.open(prompts, tokenizer)
+        problems = dataclasses.replace(problems, prompts=environment.open(problems.prompts, tokenizer))
     policy = policy_for(config, tokenizer, routers=False)
     engine = engine_for(config, policy)
     stack.callback(engine.close)
     if environment:
         engine = environment.engine(engine, policy)
-    return prompts, engine, rewards
+    return problems, engine, rewards
 
 
-def _unseen_problems(config: Config, tokenizer: Any, wanted: _Wanted) -> Sequence[Prompt]:
+def _unseen_problems(config: Config, tokenizer: Any, wanted: _Wanted) -> _UnseenProblems:
     """The problems to evaluate on, without those that the model was trained on and their duplicates."""
     from gspo.contamination import trained_on
     from gspo.data.problems import fresh_problems, identities, load_problems, load_set
@@ -375,7 +411,9 @@ def _unseen_problems(config: Config, tokenizer: Any, wanted: _Wanted) -> Sequenc
         warnings.warn(f"{config.model.path}: {effect}: {error}", stacklevel=2)
         seen = frozenset()
     if config.data.task and not wanted.held_out:
-        return fresh_problems(config.data, tokenizer, config.seed, count=wanted.limit or FRESH, exclude=seen)
+        return _UnseenProblems(
+            fresh_problems(config.data, tokenizer, config.seed, count=wanted.limit or FRESH, exclude=seen)
+        )
     found: Sequence[Prompt]
     if wanted.set_name is not None:
         found, _ = load_set(wanted.set_name, config.eval.sets[wanted.set_name], tokenizer, config.seed)
@@ -390,43 +428,25 @@ def _unseen_problems(config: Config, tokenizer: Any, wanted: _Wanted) -> Sequenc
             f"eval: {config.model.path} was trained on every one of these {len(found)} problems, or on others that ask "
             "the same; give unseen problems with --data"
         )
-    if len(unseen) < len(found):
-        excluded = len(found) - len(unseen)
-        print(
-            f"excluded {excluded} of {len(found)} problems, because the model was trained on them or on "
-            "duplicates of them"
-        )
-    return unseen[: wanted.limit]
-
-
-def _print_numbers(config: Config, evaluation: Evaluation, numbers: dict[str, Estimate], samples: int) -> None:
-    print(
-        f"{config.model.path}: {len(evaluation.groups)} problems, {samples} completion{'s' * (samples != 1)} each at "
-        f"temperature {config.rollout.temperature:g}"
+    excluded = len(found) - len(unseen)
+    note = (
+        f"excluded {excluded} of {len(found)} problems, because the model was trained on them or on duplicates of them"
     )
-    for name, estimate in numbers.items():
-        print(f"  {name:<8} {estimate}")
-    print(f"  {'reward':<8} {evaluation.reward}")
+    return _UnseenProblems(unseen[: wanted.limit], [note] if excluded else [])
+
+
+def _lines(
+    config: Config, evaluation: Evaluation, numbers: Mapping[str, Estimate | MeanEstimate], samples: int
+) -> Iterator[str]:
+    """The numbers as text."""
+    each = f"{samples} completion{'s' * (samples != 1)} each at temperature {config.rollout.temperature:g}"
+    yield f"{config.model.path}: {len(evaluation.groups)} problems, {each}"
+    yield from (f"  {name:<8} {estimate}" for name, estimate in numbers.items())
     if samples > 1:
-        print(f"  avg@k uses the first k completions of a problem; pass@k is estimated from all {samples}")
+        yield f"  avg@k uses the first k completions of a problem; pass@k is estimated from all {samples}"
     if evaluation.unscored:
         why = next((f"; the first failure: {s.failure}" for s in evaluation.scores if s.failure), "")
-        print(f"  {evaluation.unscored} completions have no verdict (unscored) and are excluded{why}")
-
-
-def _write_numbers(
-    path: Path, config: Config, evaluation: Evaluation, numbers: dict[str, Estimate], samples: int
-) -> None:
-    estimates: dict[str, Estimate | MeanEstimate] = {**numbers, "reward": evaluation.reward}
-    values = {name: dataclasses.asdict(estimate) for name, estimate in estimates.items()}
-    record = {
-        "model": config.model.path,
-        "problems": len(evaluation.groups),
-        "samples": samples,
-        "unscored": evaluation.unscored,
-        **values,
-    }
-    replace_text(path, json.dumps(record, indent=2) + "\n")
+        yield f"  {evaluation.unscored} completions have no verdict (unscored) and are excluded{why}"
 
 
 def _write_completions(path: Path, evaluation: Evaluation) -> None:

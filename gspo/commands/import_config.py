@@ -43,7 +43,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     convert = verl.convert if found.trainer == "verl" else trl.convert
     done = convert(found.values, rows=options.rows, processes=options.processes)
     done.todo += found.unread
-    if complaint := _complaint(done):
+    complaint = _complaint(done)
+    # Without a reward, the list may say already which one.
+    if complaint and not any(line.partition(":")[0] == complaint.partition(":")[0] for line in done.todo):
         done.todo.append(complaint)
     text = recipe(done, _default, config.toml_value)
     if options.out is None:
@@ -53,8 +55,9 @@ def run(options: argparse.Namespace, overrides: list[str]) -> int:
     if out.exists():
         raise ConfigError(f"--out: {out} already exists; choose another name")
     out.write_text(text, encoding="utf-8")
-    print(f"Recipe:  {out}")
+    print(f"Recipe: {out}")
     print("\n".join(report(done)))
+    print(f"Next:\n  gspo doctor {out}\n  gspo train {out}")
     return 0
 
 

@@ -138,7 +138,7 @@ def _table(key: str) -> str:
 
 def _comment(text: str) -> Sequence[str]:
     """The first two sentences of a help text as comment lines."""
-    plain = linked(re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", " ".join(text.split())).replace("`", ""))
+    plain = linked(" ".join(text.split()).replace("`", ""))
     sentences = re.split(r"(?<=[.:]) (?=[A-Z0-9])", plain)[:2]
     return [f"# {line}" for line in textwrap.wrap(" ".join(sentences), WIDTH, break_on_hyphens=False)]
 

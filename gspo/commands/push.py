@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gspo.commands.arguments import add_checkpoint
+from gspo.commands.arguments import add_checkpoint, checkpoint_of
 from gspo.commands.command import Command, no_overrides, quiet_libraries
 from gspo.commands.save import save
 from gspo.errors import ConfigError
@@ -64,13 +63,13 @@ def prepare(run: str, name: str, out: str, *, which: str = "newest", merge: bool
         raise ConfigError(f"{run}: not a run directory (no config.toml); give the directory of a run")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not the name of a repository; write OWNER/MODEL")
-    source, folder = save(run, out, which=which, merge=merge)
-    base = adapter.base_of(str(folder))
+    checkpoint = checkpoint_of(path, which)
+    base = None if checkpoint is None or merge else adapter.base_of(str(checkpoint))
     if base is not None and Path(base).expanduser().exists():
-        shutil.rmtree(folder)
         raise ConfigError(
             f"{run}: its adapter belongs to {base}, which nobody else has; upload the merged model with --merge"
         )
+    source, folder = save(run, out, which=which, merge=merge)
     curves_figure(path).savefig(folder / CURVES, dpi=110)
     card = model_card(path, name, step=int(source.name), merged=merge)
     (folder / "README.md").write_text(card, encoding="utf-8")

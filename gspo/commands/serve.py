@@ -82,8 +82,9 @@ def _serve_model(options: argparse.Namespace, overrides: list[str]) -> int:
     from gspo.network.loopback import access_token
     from gspo.ranks.environment import free_port
     from gspo.serving.server import ModelServer
+    from gspo.signals import exit_process
 
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, exit_process)
     with ExitStack() as stack:
         served = open_model(
             options.model,
@@ -104,10 +105,6 @@ def _serve_model(options: argparse.Namespace, overrides: list[str]) -> int:
             print(f"The model's name in requests: {name}. Ctrl-C stops the server.", flush=True)
             server.work(until=lambda: False)
     return 0
-
-
-def _stop(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 COMMAND = Command(

@@ -19,7 +19,7 @@ from gspo.commands.arguments import add_run_options, add_trust_run, given_settin
 from gspo.commands.command import Command, quiet_libraries
 from gspo.config import Config, RanksConfig
 from gspo.errors import ConfigError, GspoError, RankError
-from gspo.ranks.environment import LAUNCHED, RANK_LOST, is_follower, world_size
+from gspo.ranks.environment import LAUNCHED, RANK_LOST, is_follower, resume_command, world_size
 from gspo.record.run_dir import is_idle, run_path
 
 if TYPE_CHECKING:
@@ -262,9 +262,7 @@ def _report_accuracy(outcome: Outcome) -> None:
 
 
 def _resume_command(outcome: Outcome) -> str:
-    nproc, cluster = os.environ.get(LAUNCHED), membership()
-    where = f" --cluster {cluster['given']}" if cluster else ""
-    return f"{_program()} train --resume {outcome.run}{where}" + (f" --nproc {nproc}" if nproc else "")
+    return resume_command(outcome.run, program=_program())
 
 
 def _program() -> str:

@@ -310,8 +310,11 @@ class EnvironmentConfig:
     turn_tokens: Annotated[int, Range(low=0), OnlyWith("environment.name")] = 0
     """Maximum number of tokens that the model samples in a turn. `0` leaves only the limit on the whole conversation,
     `rollout.max_tokens`, which counts the tokens of observations, too."""
-    tool_format: Annotated[Literal["auto", "hermes", "llama", "gpt_oss", "call"], OnlyWith("environment.name")] = "auto"
+    tool_format: Annotated[
+        Literal["auto", "hermes", "llama", "json_block", "code_block", "gpt_oss", "call"], OnlyWith("environment.name")
+    ] = "auto"
     """How the model writes tool calls: `hermes` (`<tool_call>` with JSON: Qwen, Hermes), `llama` (a JSON object),
+    `json_block` (JSON in a block of ```` ```json ````: Qwen2.5-Coder), `code_block` (a block of ```` ```NAME ````),
     `gpt_oss` (harmony channels) or `call` (`name(text)`, for tiny models). `auto` takes it from the chat template."""
     rewritten_history: Annotated[Literal["branch", "verbatim", "refuse"], OnlyWith("environment.name")] = "branch"
     """What to do if the chat template changes what was written in earlier turns, for example drops the model's
@@ -367,7 +370,7 @@ class RewardConfig:
 class ObjectiveConfig:
     name: str = "gspo"
     """Name of the objective, as listed by `gspo objectives`, or `file.py:name` for your own
-    ([library](library.md#your-own-objective)). Overriding it on the command line drops the objective settings of the
+    (docs/library.md#your-own-objective). Overriding it on the command line drops the objective settings of the
     recipe."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the objective, given next to its name: `clip_low`, `kl`, `keep`, ... (`gspo objectives` lists

@@ -91,9 +91,11 @@ class Transcript:
         if completion.stop is StopReason.LENGTH:
             self.end = ConversationEnd.TURN_TOKENS if self.room > 0 else ConversationEnd.TOKENS
 
-    def settle_turn(self, *, reward: float | None, calls: Sequence[str], failed_calls: int) -> None:
+    def settle_turn(self, *, reward: float | None, calls: Sequence[str], failed_calls: int, other_format: str) -> None:
         """Set what the environment has made of the last turn."""
-        self.turns[-1] = replace(self.turns[-1], reward=reward, calls=tuple(calls), failed_calls=failed_calls)
+        self.turns[-1] = replace(
+            self.turns[-1], reward=reward, calls=tuple(calls), failed_calls=failed_calls, other_format=other_format
+        )
 
     def end_turn(self, text: str) -> None:
         """Set the text of the end token of the last turn."""

@@ -215,7 +215,12 @@ class ConversationEngine:
             self._observe(transcript, answer.result)
 
     def _observe(self, transcript: Transcript, result: Mapping[str, Any]) -> None:
-        transcript.settle_turn(reward=result["reward"], calls=result["calls"], failed_calls=result["failed"])
+        transcript.settle_turn(
+            reward=result["reward"],
+            calls=result["calls"],
+            failed_calls=result["failed"],
+            other_format=result["other_format"],
+        )
         if result["done"]:
             transcript.end = ConversationEnd.DONE
         elif len(transcript.turns) >= self._config.max_turns:
@@ -223,7 +228,10 @@ class ConversationEngine:
         elif transcript.seconds > self._config.max_seconds:
             transcript.end = ConversationEnd.TIME
         else:
-            self._continue(transcript, result["messages"], call=result["calls"][0] if result["calls"] else "")
+            try:
+                self._continue(transcript, result["messages"], call=result["calls"][0] if result["calls"] else "")
+            except DataError as error:  # the template does not write these messages
+                transcript.fail(f"invalid: environment: {error}")
 
     def _continue(self, transcript: Transcript, messages: Messages, *, call: str) -> None:
         """Add an observation, and if the template then writes earlier turns otherwise, continue with what it writes."""

@@ -29,6 +29,7 @@ from gspo.environment.tools import (
     ToolUnavailable,
     call,
     cut_text,
+    marked_names,
     marked_tools,
     only_argument,
     schema,
@@ -175,6 +176,11 @@ def load(source: EnvironmentSource) -> Callable[[], Environment]:
             schema(function)
         return lambda: ToolFunctions(listed)
     _check_options(source, cls)
+    for name in protocol_tools(cls):
+        raise ConfigError(
+            f"environment.name: {source.spec}: a tool cannot be named {name}, which is part of an environment; give it "
+            "another name"
+        )
 
     def build() -> Environment:
         built = cls(**source.options)
@@ -201,6 +207,13 @@ def load(source: EnvironmentSource) -> Callable[[], Environment]:
     except BaseException as error:
         raise ConfigError(f"environment.options: {source.spec}: {describe(error, source.file)}") from None
     return build
+
+
+def protocol_tools(cls: Any) -> list[str]:
+    """The methods with `@tool` that would replace a method of `Environment`."""
+    if not (inspect.isclass(cls) and issubclass(cls, Environment)):
+        return []
+    return [name for name in marked_names(cls) if hasattr(Environment, name)]
 
 
 def _attribute(source: EnvironmentSource, module: Any, name: str) -> Any:
@@ -269,6 +282,7 @@ def take_step(environment: Environment, parsed: Parsed) -> dict[str, Any]:
         "done": done,
         "calls": [c.name for c in parsed.calls],
         "failed": environment.failed_calls - failed,
+        "other_format": parsed.other_format,
     }
 
 

@@ -7,6 +7,7 @@ choose to be unscored. Reward functions see the last message of the model alone:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -87,6 +88,8 @@ class ConversationRewards:
             return Score(status=Status.UNSCORED, failure=conversation.failure)
         given = any(turn.reward is not None for turn in conversation.turns)
         own = conversation.reward if given else None
+        if own is not None and not math.isfinite(own):
+            return self._not_finite(prompt, completion)
         steps = _steps(completion, conversation)
         if other is None:
             # A limit ended it before the environment gave a reward.
@@ -104,13 +107,20 @@ class ConversationRewards:
         parts: Mapping[str, float | None] = {PART: own, **other.parts}
         if other.reward is None or own is None:
             return replace(other, parts=parts)
-        if steps and other.reward:
+        total = own + other.reward
+        if not math.isfinite(total):
+            return self._not_finite(prompt, completion)
+        if steps:
+            # What is judged at the end belongs to the last turn, be it rewarded or not. A 0 counts in the group's mean.
+            end = completion.sampled_count - 1
             last, value = steps[-1]
-            # What is judged at the end belongs to the last turn.
-            steps = (*steps[:-1], (last, value + other.reward))
-        return replace(
-            other, reward=own + other.reward, correct=own > self._correct_above, parts=parts, step_rewards=steps
-        )
+            steps = (*(steps[:-1] if last == end else steps), (end, other.reward + (value if last == end else 0.0)))
+        return replace(other, reward=total, correct=own > self._correct_above, parts=parts, step_rewards=steps)
+
+    def _not_finite(self, prompt: Prompt, completion: Completion) -> Score:
+        failure = f"invalid: environment {self._environment}: the sum of the rewards is not finite"
+        self._remember(prompt, completion, failure)
+        return Score(status=Status.UNSCORED, failure=failure)
 
     def _remember(self, prompt: Prompt, completion: Completion, failure: str) -> None:
         if failure not in self._faults and len(self._faults) < MOST_FAULTS:

@@ -234,7 +234,7 @@ def tool_format(config: EnvironmentConfig, tokenizer: Any, tools: Sequence[dict[
     found = detect(str(getattr(tokenizer, "chat_template", None) or ""))
     if found is None:
         raise ConfigError(
-            "environment.tool_format: the chat template shows no known form of tool calls; set hermes, llama, gpt_oss "
-            "or call, and teach it with data.system or a cold start"
+            "environment.tool_format: the chat template shows no known form of tool calls; set hermes, llama, "
+            "json_block, code_block, gpt_oss or call, and teach it with data.system or a cold start"
         )
     return found

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 MOST_CALLS = 16
@@ -40,6 +41,8 @@ class Parsed:
     calls: tuple[ToolCall, ...] = ()
     error: str = ""
     """Why a call is malformed; empty if none is. Then no call is made."""
+    other_format: str = ""
+    """The format in which a turn without calls would be one; empty if there is none."""
 
 
 class Malformed(Exception):
@@ -54,7 +57,20 @@ def parse(style: str, text: str, names: Sequence[str] = ()) -> Parsed:
             raise Malformed(f"{len(parsed.calls)} calls in one turn; make at most {MOST_CALLS}")
     except Malformed as error:
         return Parsed(content=text, error=str(error))
-    return parsed
+    return parsed if parsed.calls else replace(parsed, other_format=_other_format(style, text, names))
+
+
+def _other_format(style: str, text: str, names: Sequence[str]) -> str:
+    """The format in which a turn that is no call would be one, to tools that there are; empty if there is none. Some
+    models do not write calls as their chat template asks them to."""
+    for other, read in FORMATS.items():
+        calls: tuple[ToolCall, ...] = ()
+        if other != style:
+            with suppress(Malformed):
+                calls = read(text, names).calls
+        if calls and all(call.name in names for call in calls):
+            return other
+    return ""
 
 
 def detect(template: str) -> str | None:
@@ -105,6 +121,53 @@ def _llama(text: str, names: Sequence[str]) -> Parsed:
     return Parsed(content="", calls=tuple(calls))
 
 
+def _json_block(text: str, names: Sequence[str]) -> Parsed:
+    """`{"name": ..., "arguments": {...}}` in a block of ```json, any number of times, or as the whole turn."""
+    thinking, end, rest = text.rpartition("</think>")
+    if _names_call(rest):
+        return Parsed(content=f"{thinking}{end}".strip(), calls=(_object_call(_json(rest), "arguments"),))
+    return _block_calls(text, lambda kind, body: kind in ("json", "") and _names_call(body), _json_block_call)
+
+
+def _json_block_call(kind: str, body: str) -> ToolCall:
+    return _object_call(_json(body), "arguments")
+
+
+def _code_block(text: str, names: Sequence[str]) -> Parsed:
+    """A block of ```NAME, any number of times, whose body is the only argument of the tool NAME."""
+    return _block_calls(text, lambda kind, _: kind in names, _only_argument_call)
+
+
+def _block_calls(text: str, is_call: Callable[[str, str], bool], read: Callable[[str, str], ToolCall]) -> Parsed:
+    """The blocks that are calls, by their kind (what follows ```) and body, and the text without them."""
+    # Thinking may contain blocks.
+    thinking, end, rest = text.rpartition("</think>")
+    calls = []
+    content = [thinking + end]
+    block: list[str] | None = None
+    # By lines, not by a pattern: a turn of many openings would take a pattern quadratic time.
+    for line in rest.splitlines(keepends=True):
+        if block is None:
+            (content if not line.startswith("```") else (block := [])).append(line)
+            continue
+        block.append(line)
+        if line.strip() == "```":
+            kind, body = block[0].strip().removeprefix("```"), "".join(block[1:-1])
+            if is_call(kind, body):
+                calls.append(read(kind, body))
+            else:
+                content += block
+            block = None
+    if block is not None and is_call(block[0].strip().removeprefix("```"), "".join(block[1:])):
+        raise Malformed(f"a block that begins with {block[0].strip()} needs ``` at its end")
+    return Parsed(content="".join([*content, *(block or ())]).strip(), calls=tuple(calls))
+
+
+def _names_call(text: str) -> bool:
+    """Whether a text is meant as a call, be it well-formed or not."""
+    return text.lstrip().startswith("{") and '"name"' in text and '"arguments"' in text
+
+
 def _gpt_oss(text: str, names: Sequence[str]) -> Parsed:
     """Harmony messages. One in channel `commentary` to `functions.NAME` is a call; channel `final` is the text."""
     calls: list[ToolCall] = []
@@ -137,13 +200,19 @@ def _call(text: str, names: Sequence[str]) -> Parsed:
         return Parsed(content=body)
     if not body.endswith(")"):
         raise Malformed(f"a call ends with a parenthesis: {name}(...)")
-    # The parameter's own name is not written, and the environment fills it in.
-    return Parsed(content="", calls=(ToolCall(name=name, arguments={"": body[len(name) + 1 : -1]}),))
+    return Parsed(content="", calls=(_only_argument_call(name, body[len(name) + 1 : -1]),))
+
+
+def _only_argument_call(name: str, text: str) -> ToolCall:
+    """A call whose argument has no name in the text: the environment fills it in."""
+    return ToolCall(name=name, arguments={"": text})
 
 
 FORMATS: dict[str, Callable[[str, Sequence[str]], Parsed]] = {
     "hermes": _hermes,
     "llama": _llama,
+    "json_block": _json_block,
+    "code_block": _code_block,
     "gpt_oss": _gpt_oss,
     "call": _call,
 }
@@ -156,9 +225,12 @@ def write(style: str, call: ToolCall) -> str:
         return f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {arguments}}}\n</tool_call>'
     if style == "llama":
         return f'{{"name": {json.dumps(call.name)}, "parameters": {arguments}}}'
+    if style == "json_block":
+        return f'```json\n{{"name": {json.dumps(call.name)}, "arguments": {arguments}}}\n```'
     if style == "gpt_oss":
         return f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>{arguments}"
-    return f"{call.name}({next(iter(call.arguments.values()), '')})"
+    only = next(iter(call.arguments.values()), "")
+    return f"```{call.name}\n{only}\n```" if style == "code_block" else f"{call.name}({only})"
 
 
 def _object_call(value: Any, key: str) -> ToolCall:

@@ -51,12 +51,13 @@ def tool(function: Function) -> Function:
 
 def marked_tools(environment: Any) -> dict[str, Callable[..., Any]]:
     """The methods with `@tool`, by name, in the order of their definition."""
-    names = dict.fromkeys(name for cls in reversed(type(environment).__mro__) for name in vars(cls))
-    return {
-        name: getattr(environment, name)
-        for name in names
-        if getattr(getattr(type(environment), name, None), _MARK, False)
-    }
+    return {name: getattr(environment, name) for name in marked_names(type(environment))}
+
+
+def marked_names(cls: type) -> list[str]:
+    """The names of the methods of a class with `@tool`, in the order of their definition."""
+    names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+    return [name for name in names if getattr(getattr(cls, name, None), _MARK, False)]
 
 
 # ------------------------------------------------------------------------------------------------- schemas
@@ -186,7 +187,7 @@ def _check_choice(function: Callable[..., Any], key: str, value: Any) -> None:
 
 
 def only_argument(function: Callable[..., Any], text: str) -> dict[str, Any]:
-    """The arguments of a call in format `call`, which has one, as text and without its name."""
+    """The arguments of a call in format `call` or `code_block`, which has one, as text and without its name."""
     parameters = _parameters(function)
     if not parameters:
         return {} if not text else {"": text}
@@ -240,4 +241,6 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         raise ToolError(f"{where} must be of type {_KINDS[kind]}, not {json.dumps(value)[:100]}")
     if origin is list:
         return [_checked(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(value)]
+    if origin is dict:
+        return {key: _checked(item, arguments[1], f"{where}[{key[:100]!r}]") for key, item in value.items()}
     return value

@@ -34,6 +34,8 @@ from gspo.reward.worker import claim_pipes, flush_output, write_all
 
 ANSWER_LIMIT = 4 * 2**20
 """Maximum size of one answer in bytes."""
+DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
+"""The limits, soft and hard, that this process was started with. Conversations have them, too."""
 END_LIMIT_S = 0.2
 """How long to kill what a conversation leaves behind. The rest, if it multiplies faster, is killed at the next end."""
 
@@ -43,6 +45,8 @@ def main() -> None:
     leave_overseer()
     adopt_orphans()
     requests, answers = claim_pipes()
+    # A descriptor per conversation, and a batch may have more of them than the usual limit of 1,024.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS[1], DESCRIPTORS[1]))
     _Server(requests.fileno(), answers).serve()
     os._exit(0)
 
@@ -135,6 +139,7 @@ class _Server:
             adopt_orphans()
             for descriptor in (self._requests, self._answers, *self._children):
                 os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, DESCRIPTORS)
             if self._memory_mb:
                 _limit_memory(self._memory_mb)
             assert self._build is not None

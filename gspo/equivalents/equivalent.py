@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
+"""Loggers with the same name here."""
+_NAME = 64
+"""Characters of a run's name."""
+
 
 class Kind(Enum):
     """What becomes of a setting."""
@@ -127,6 +132,23 @@ class Conversion:
         for name, value in self.given.items():
             if name not in self.table and value is not None:
                 self.lose(name, f"is no setting of {self.trainer} that we know")
+
+    def put_name(self, name: str) -> None:
+        """Name the run as this setting does, in the characters that ours may have."""
+        if self.has(name):
+            plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in str(self.value(name)))
+            self.put("name", plain[:_NAME], name)
+
+    def put_sinks(self, name: str, *, project: str, ignored: Sequence[str]) -> None:
+        """Take over the loggers of this setting, and the project. Those that are `ignored` need none here."""
+        given = self.value(name)
+        loggers = [given] if isinstance(given, str) else list(given or ())
+        if known := [logger for logger in loggers if logger in SINKS]:
+            self.put("log.sinks", known, name)
+            if self.has(project):
+                self.put("log.project", self.value(project), project)
+        if unknown := [logger for logger in loggers if logger not in (*SINKS, *ignored)]:
+            self.lose(name, f"{', '.join(unknown)}: there are {', '.join(SINKS)}")
 
     def number(self, name: str, kind: Callable[[Any], Any] = float) -> Any:
         """A value as a number. Configs often write `1e-6`, which YAML reads as text."""

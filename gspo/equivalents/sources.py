@@ -146,11 +146,12 @@ def _shell(text: str, file: Path) -> dict[str, Any]:
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """Text with `$NAME`, `${NAME}` and `${NAME:-default}` replaced by the variables of the script."""
+    """Text with `$NAME`, `${NAME}` and `${NAME:-default}` replaced by the variables of the script. `$HOME` becomes `~`,
+    which recipes know."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]
-        return variables.get(name) or match[2] or match[0]
+        return variables.get(name) or match[2] or ("~" if name == "HOME" else match[0])
 
     return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, text)
 
@@ -281,6 +282,8 @@ class _Script:
         if isinstance(node, ast.Name):
             for found in ast.walk(self._tree):
                 if isinstance(found, ast.ImportFrom) and any((a.asname or a.name) == node.id for a in found.names):
+                    if (found.module or "").partition(".")[0] == "trl":
+                        return next(a.name for a in found.names if (a.asname or a.name) == node.id)
                     path = self._file.parent / f"{(found.module or '').replace('.', '/')}.py"
                     if path.is_file():
                         original = next(a.name for a in found.names if (a.asname or a.name) == node.id)

@@ -6,6 +6,7 @@ names and defaults with those of TRL.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -134,7 +135,12 @@ _LINES: list[Equivalent] = [
         "linear",
         "TRL decays to 0 by default, gspo's default is constant; gspo's other schedules end at a tenth of the peak",
     ),
-    missing("lr_scheduler_kwargs", None, "learner.final_fraction is the only option of a schedule", neutral=[{}]),
+    converted(
+        "lr_scheduler_kwargs",
+        "learner.final_fraction",
+        None,
+        "min_lr_rate, or min_lr as a share of learning_rate, of cosine_with_min_lr; the others have no equivalent",
+    ),
     converted("warmup_steps", "learner.warmup_updates", 0, "in optimizer steps in both; below 1 it is a fraction"),
     converted("warmup_ratio", "learner.warmup_updates", None, "warmup_updates is a number of optimizer steps"),
     same("adam_beta1", "learner.beta1", 0.9),
@@ -301,9 +307,15 @@ _SCHEDULES = {
     "constant": ("constant", None),
     "constant_with_warmup": ("constant", None),
 }
+_REWARDS = {
+    "accuracy_reward": "math_answer",
+    "reasoning_accuracy_reward": "math_answer",
+    "think_format_reward": "completion_format",
+}
+"""Rewards of `trl.rewards` that are functions of ours under other names."""
+_THINKING = "<think>(?!.*<think>).*</think>.*"
 _DTYPES = ("float32", "bfloat16", "float16")
 SPIKES = "gspo skips an optimizer step with a far larger gradient norm than usual; learner.spike = 0 turns it off"
-SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 def convert(values: Mapping[str, Any], *, rows: int | None = None, processes: int = 1) -> Conversion:
@@ -457,7 +469,15 @@ def _trust_region(done: Conversion, name: str) -> None:
 
 def _optimizer(done: Conversion, updates: int, steps: int | None) -> None:
     scheduler = str(done.value("lr_scheduler_type")).rpartition(".")[2].lower()
-    if scheduler in _SCHEDULES:
+    given = done.value("lr_scheduler_kwargs") or {}
+    options = dict(json.loads(given) if isinstance(given, str) else given)  # TRL's command line takes JSON
+    floor = _lowest_rate(done, options) if scheduler == "cosine_with_min_lr" else None
+    if options:
+        done.lose("lr_scheduler_kwargs", "learner.final_fraction is the only option of a schedule")
+    if floor is not None:
+        done.put("learner.schedule", "cosine", "lr_scheduler_type")
+        done.put("learner.final_fraction", floor, "lr_scheduler_kwargs")
+    elif scheduler in _SCHEDULES:
         kind, final = _SCHEDULES[scheduler]
         done.put("learner.schedule", kind, "lr_scheduler_type")
         if final is not None:
@@ -564,9 +584,7 @@ def _sampling(done: Conversion) -> None:
 
 
 def _run(done: Conversion, updates: int) -> None:
-    if done.has("run_name"):
-        name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in str(done.value("run_name")))
-        done.put("name", name[:64], "run_name")
+    done.put_name("run_name")
     if done.has("save_steps") and (every := done.number("save_steps")) and every >= 1:
         done.put("checkpoint.every", max(1, round(every / updates)), "save_steps")
     # TRL trains on all rows. An evaluation has rows of its own.
@@ -576,15 +594,16 @@ def _run(done: Conversion, updates: int) -> None:
         done.put("eval.every", 0, "eval_strategy")
     else:
         _evaluation(done, updates, strategy)
-    sinks = done.value("report_to")
-    names = [sinks] if isinstance(sinks, str) else list(sinks or ())
-    known = [name for name in names if name in SINKS]
-    if known:
-        done.put("log.sinks", known, "report_to")
-        if done.has("project"):
-            done.put("log.project", done.value("project"), "project")
-    if unknown := [name for name in names if name not in (*SINKS, "none")]:
-        done.lose("report_to", f"{', '.join(unknown)}: there are {', '.join(SINKS)}")
+    done.put_sinks("report_to", project="project", ignored=["none"])
+
+
+def _lowest_rate(done: Conversion, options: dict[str, Any]) -> float | None:
+    """The last learning rate of `cosine_with_min_lr` as a share of the peak. What is used is taken from `options`."""
+    rate, lowest = options.pop("min_lr_rate", None), options.pop("min_lr", None)
+    peak = done.number("learning_rate")
+    if rate is None and lowest is not None and peak:
+        rate = float(lowest) / peak
+    return None if rate is None else float(rate)
 
 
 def _evaluation(done: Conversion, updates: int, strategy: str) -> None:
@@ -599,12 +618,34 @@ def _evaluation(done: Conversion, updates: int, strategy: str) -> None:
         done.put("checkpoint.keep_best", True, "load_best_model_at_end")
 
 
+def _provided(done: Conversion, functions: list[Any]) -> None:
+    """What rewards of `trl.rewards` need, and those that are neither there nor in a file."""
+    ours = [_REWARDS.get(name) for name in functions]
+    if "math_answer" in ours:
+        done.put("data.answer_field", "solution", "reward_funcs")
+        done.differences.append(
+            "accuracy_reward reads the column solution and skips what it cannot parse; math_answer reads "
+            "data.answer_field, refuses such rows, and compares the final answer"
+        )
+    if "completion_format" in ours:
+        done.put("reward.options.completion_format.pattern", _THINKING, "reward_funcs")
+    for name in map(str, functions):
+        if name == "get_soft_overlong_punishment":
+            done.todo.append(f'reward.functions: {name}: leave it out, and set objective.shape = ["soft_overlong"]')
+        elif ".py:" not in name and ("." in name or "/" in name):
+            done.todo.append(
+                f"reward.functions: {name}: name a function as file.py:function, and a reward model in the options of "
+                "reward_model (docs/rewards.md)"
+            )
+
+
 def _functions(done: Conversion) -> None:
     """Reward functions, tools and environments: `file.py:name` from a script, or objects, which `gspo.trl` locates."""
     functions = done.value("reward_funcs")
     functions = [functions] if isinstance(functions, str) else list(functions or ())
     if functions:
-        done.put("reward.functions", functions, "reward_funcs")
+        done.put("reward.functions", [_REWARDS.get(name, name) for name in functions], "reward_funcs")
+        _provided(done, functions)
     for name in ("tools", "environment_factory"):
         given = done.value(name)
         if isinstance(given, str):

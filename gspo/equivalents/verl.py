@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo.equivalents.equivalent import Conversion, Equivalent, Kind, converted, missing, same, unneeded
-from gspo.equivalents.trl import SINKS, SPIKES
+from gspo.equivalents.trl import SPIKES
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _OBJECTIVE = "objective.name"
@@ -545,10 +545,7 @@ def _data(done: Conversion) -> None:
 
 
 def _run(done: Conversion) -> None:
-    if done.has("trainer.experiment_name"):
-        name = str(done.value("trainer.experiment_name"))
-        done.put("name", "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in name)[:64],
-                 "trainer.experiment_name")  # fmt: skip
+    done.put_name("trainer.experiment_name")
     if done.has("trainer.default_local_dir"):
         done.put("run_dir", str(done.value("trainer.default_local_dir")), "trainer.default_local_dir")
     if (done.number("trainer.save_freq", int) or 0) > 0:
@@ -561,15 +558,7 @@ def _run(done: Conversion) -> None:
         done.put("data.held_out", 0, "data.val_files")
     if every and done.number(f"{_ROLLOUT}.val_kwargs.n", int):
         done.put("eval.samples", done.number(f"{_ROLLOUT}.val_kwargs.n", int), f"{_ROLLOUT}.val_kwargs.n")
-    loggers = done.value("trainer.logger")
-    names = [loggers] if isinstance(loggers, str) else list(loggers or ())
-    known = [name for name in names if name in SINKS]
-    if known:
-        done.put("log.sinks", known, "trainer.logger")
-        if done.has("trainer.project_name"):
-            done.put("log.project", done.value("trainer.project_name"), "trainer.project_name")
-    if unknown := [name for name in names if name not in (*SINKS, "console", "file")]:
-        done.lose("trainer.logger", f"{', '.join(unknown)}: there are {', '.join(SINKS)}")
+    done.put_sinks("trainer.logger", project="trainer.project_name", ignored=["console", "file"])
     nodes, gpus = done.number("trainer.nnodes", int) or 1, done.number("trainer.n_gpus_per_node", int) or 1
     if nodes * gpus > 1:
         done.differences.append(

@@ -22,6 +22,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo.clock import Clock
@@ -103,6 +104,8 @@ class RecordedRouting:
     def _sampler_experts(self, sampled: Sequence[Routes | None], device: torch.device) -> tuple[Tensor, Tensor]:
         chosen_ILK = torch.zeros(self.old_ILK.shape, dtype=self.old_ILK.dtype)
         known_I = torch.zeros(len(chosen_ILK), dtype=torch.bool)
+        # The same memory in numpy: a batch has hundreds of short spans, and torch takes several times as long for each.
+        chosen, known = chosen_ILK.numpy(), known_I.numpy()
         for start, sequence, routes in zip(self.plan.input_starts, self.plan.sequences, sampled, strict=True):
             if routes is None:
                 if self.replay == "sampler":
@@ -112,25 +115,25 @@ class RecordedRouting:
                     )
                 continue
             # The engine samples the last token of a branch but never reads it, so it has no experts to report.
-            reported = self._validate(routes, sequence.length - 1)
-            chosen_ILK[start : start + len(reported)] = reported
-            known_I[start : start + sequence.length] = True
-            known_I[start + sequence.unread] = False
+            reported = self._reported(routes, sequence.length - 1)
+            chosen[start : start + len(reported)] = reported
+            known[start : start + sequence.length] = True
+            known[start + sequence.unread] = False
+        if chosen.size and int(chosen.max()) >= self.routers.experts:
+            raise ConfigError(
+                f"the engine reported expert {int(chosen.max())}, but the model has {self.routers.experts}: "
+                "it does not run this model; start the engine with the model of the run"
+            )
         return chosen_ILK.to(device), known_I.to(device)
 
-    def _validate(self, routes: Routes, tokens: int) -> Tensor:
-        """The experts that an engine reported for a sequence, if they fit this model."""
-        reported = self.routers.unpack(routes)
+    def _reported(self, routes: Routes, tokens: int) -> NDArray[Any]:
+        """The experts that an engine reported for a sequence, if their shape fits this model."""
+        reported = self.routers.unpack(routes).numpy()
         shape = (tokens, self.routers.layers, self.routers.top_k)
-        if tuple(reported.shape) != shape:
+        if reported.shape != shape:
             raise ConfigError(
-                f"the engine reported experts of shape {tuple(reported.shape)} (tokens, layers, experts per token) "
+                f"the engine reported experts of shape {reported.shape} (tokens, layers, experts per token) "
                 f"instead of {shape}: it does not run this model; start the engine with the model of the run"
-            )
-        if tokens and int(reported.max()) >= self.routers.experts:
-            raise ConfigError(
-                f"the engine reported expert {int(reported.max())}, but the model has {self.routers.experts}: "
-                "it does not run this model; start the engine with the model of the run"
             )
         return reported
 

@@ -49,6 +49,7 @@ class FineTuner:
         )
         self._policy = policy
         self._ranks = ranks
+        self._token_budget = learner.micro_batch_tokens
         self._optimizer = Optimizer(policy.model, settings, config.steps)
 
     def step(self, sequences: Sequence[TokenSequence]) -> float:
@@ -57,7 +58,7 @@ class FineTuner:
             sequences,
             range(len(sequences)),
             mini_batches=1,
-            token_budget=65536,
+            token_budget=self._token_budget,
             pad_id=self._policy.pad_id,
             seed="",
             ranks=self._ranks,

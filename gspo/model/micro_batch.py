@@ -88,6 +88,8 @@ class TokenSequence:
     @property
     def unread(self) -> Places:
         """Indices in prompt and completion of the tokens that nothing follows: sampled, but read by no forward."""
+        if not self.branches:
+            return np.array([self.length - 1])
         ends = np.array([path[-1] for path in self.paths])
         return ends[~np.isin(ends, self.predecessors)]
 

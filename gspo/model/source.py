@@ -42,8 +42,9 @@ def resolve_model_source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
         return (path if Path(path).is_dir() else _from_hub(path)), {}
     if not Path(path).is_file():
         raise ConfigError(f"model.path: {path}: no such file; give a directory, a hub name or a .gguf file")
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"model.path: {path}: reading it needs the gguf package; run: pip install gguf")
+    if lacking := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
+        needed = f"the package{'s' * (len(lacking) > 1)} {' and '.join(lacking)}"
+        raise ConfigError(f"model.path: {path}: reading it needs {needed}; run: pip install 'gspo[gguf]'")
     return os.path.dirname(path) or ".", {"gguf_file": os.path.basename(path)}
 
 

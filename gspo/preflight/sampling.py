@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -46,6 +47,24 @@ def check_sampling(context: PreflightContext) -> Iterator[Finding]:
             groups += _sample(context, list(islice(prompts, min(chunk, wanted - len(groups)))))
     context.groups = groups
     yield _lengths(context, groups)
+    yield from _calls(groups)
+
+
+def _calls(groups: Sequence[Group]) -> Iterator[Finding]:
+    """Tool calls that `environment.tool_format` does not read."""
+    found = [c.conversation for g in groups for c in g.completions if c.conversation is not None]
+    turns = [turn for conversation in found for turn in conversation.turns]
+    missed = Counter(turn.other_format for turn in turns if turn.other_format)
+    if missed:
+        style, count = missed.most_common(1)[0]
+        called = sum(bool(turn.calls) for turn in turns)
+        yield warning(
+            f"{count} of {len(turns)} turns would be tool calls in format {style}, which environment.tool_format does "
+            f"not read. {called} turns call a tool.",
+            f'Set environment.tool_format = "{style}", or ask for the other format in data.instruction.',
+            missed=count,
+            called=called,
+        )
 
 
 def _no_room(context: PreflightContext) -> str:

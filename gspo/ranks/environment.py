@@ -6,6 +6,7 @@ library, so that a command can ask before it loads anything.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -58,6 +59,13 @@ def killed_by(rank: int, environment: Mapping[str, str] = os.environ) -> int | N
 def without_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a process that is not one of the ranks, but is started by one."""
     return {k: v for k, v in environment.items() if k not in _LAUNCHER and not k.startswith("TORCHELASTIC_")}
+
+
+def resume_command(run: Path | str, *, program: str = "gspo", environment: Mapping[str, str] = os.environ) -> str:
+    """The command that resumes a run with the launcher that has started this process."""
+    cluster, count = environment.get(CLUSTER), environment.get(LAUNCHED)
+    options = f" --cluster {json.loads(cluster)['given']}" if cluster else ""
+    return f"{program} train --resume {run}{options}" + (f" --nproc {count}" if count else "")
 
 
 def report_joined(environment: Mapping[str, str] = os.environ) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 from gspo.errors import ConfigError
 from gspo.ranks.environment import ENDED, JOINED, LAUNCHED, LEADER_SILENT, free_port, signal_name, world_size
 
-CONTINUE = "continue with: gspo train --resume RUN"
 GRACE_S = 10.0
 """Seconds that the others get to end after the leader has."""
 UNNOTICED_S = 120.0
@@ -97,7 +96,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], ended: Path) -> int:
                 (ended / str(rank)).write_text(str(-follower.returncode))
                 told.add(rank)
         if any(follower.poll() == LEADER_SILENT for follower in followers):
-            _report("does not respond (ranks.timeout_s)")
+            _report("does not respond (ranks.timeout_s)", len(ranks))
             return 1
         failed = [rank for rank, follower in enumerate(followers, start=1) if follower.poll()]
         failed_at = failed_at or (time.monotonic() if failed else None)
@@ -105,7 +104,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], ended: Path) -> int:
         if failed_at is not None and time.monotonic() > failed_at + (UNNOTICED_S if joined else UNJOINED_S):
             code = followers[failed[0] - 1].returncode
             what = "failed" if code > 0 else f"was killed by {signal_name(-code)}"
-            remedy = CONTINUE if joined else "start the command again"
+            remedy = _remedy(len(ranks)) if joined else "start the command again"
             print(f"gspo: rank {failed[0]} {what}, and rank 0 still waits for it; {remedy}", file=sys.stderr)
             return 1
         time.sleep(0.05)
@@ -118,14 +117,18 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], ended: Path) -> int:
         time.sleep(0.05)
     code = leader.returncode
     if code < 0 and -code not in (signal.SIGINT, signal.SIGTERM):
-        _report(f"was killed by {signal_name(-code)}")
+        _report(f"was killed by {signal_name(-code)}", len(ranks))
     # As a shell reports a process that a signal has killed.
     return code if code >= 0 else 128 - code
 
 
-def _report(what: str) -> None:
+def _report(what: str, count: int) -> None:
     """Print what has happened to the leader, which cannot do it."""
-    print(f"gspo: rank 0, which leads the run, {what}; {CONTINUE}", file=sys.stderr)
+    print(f"gspo: rank 0, which leads the run, {what}; {_remedy(count)}", file=sys.stderr)
+
+
+def _remedy(count: int) -> str:
+    return f"continue with: gspo train --resume RUN --nproc {count}"
 
 
 def _end_with_launcher() -> None:

@@ -22,7 +22,15 @@ from types import FrameType
 from typing import Any
 
 from gspo.errors import ConfigError, RankError
-from gspo.ranks.environment import LEADER_SILENT, killed_by, own_rank, report_joined, signal_name, world_size
+from gspo.ranks.environment import (
+    LEADER_SILENT,
+    killed_by,
+    own_rank,
+    report_joined,
+    resume_command,
+    signal_name,
+    world_size,
+)
 from gspo.ranks.group import ONE, Ranks
 from gspo.signals import Interrupted, end_phase
 
@@ -241,8 +249,9 @@ class Watch:
         return f"rank {self.rank}: lost the connection to the other ranks ({first:.200})"
 
     def _remedy(self) -> str:
-        started = self.run is not None and (self.run / "config.toml").exists()
-        return f"\ncontinue with: gspo train --resume {self.run}" if started else ""
+        if self.run is None or not (self.run / "config.toml").exists():
+            return ""
+        return f"\ncontinue with: {resume_command(self.run)}"
 
     def _cause(self, other: int) -> str:
         failure = ""

@@ -7,6 +7,7 @@ there are at most `MOST` columns, and secrets are redacted. A row with megabytes
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -25,17 +26,16 @@ _NAME = 100
 def answer_and_columns(prompt: Prompt) -> dict[str, Any]:
     """The fields `answer` and `columns` of a record, as far as the row has them."""
     columns = dict(prompt.columns)
-    found = {"answer": recorded(columns.pop("answer"))} if "answer" in columns else {}
+    secrets = known_secrets()
+    found = {"answer": _recorded(columns.pop("answer"), secrets)} if "answer" in columns else {}
     # The problem itself is in the record already, as the model saw it.
     others = [(name, value) for name, value in columns.items() if value != prompt.content][:MOST]
-    secrets = known_secrets()
-    named = {_encodable(redacted(name, secrets))[:_NAME]: recorded(value) for name, value in others}
+    named = {_encodable(redacted(name, secrets))[:_NAME]: _recorded(value, secrets) for name, value in others}
     return found | ({"columns": named} if named else {})
 
 
-def recorded(value: Any) -> Any:
+def _recorded(value: Any, secrets: Sequence[str]) -> Any:
     """The value without secrets or, if its JSON is too long or invalid, the beginning of that as text."""
-    secrets = known_secrets()
     text = _encodable(value[: 4 * LONGEST] if isinstance(value, str) else _json(value, 4 * LONGEST))
     if len(text) > LONGEST:
         # Secrets first: the beginning of one would not be recognized.

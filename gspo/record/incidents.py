@@ -20,6 +20,7 @@ from gspo.evaluation import Evaluation
 from gspo.learner.optimizer import Update
 from gspo.learner.result import LearnResult
 from gspo.objectives.objective import Objective
+from gspo.ranks.environment import resume_command
 from gspo.record.alarms import HISTORY, Alarm, active_alarms, before_skipped
 from gspo.record.held_out import HeldOutScores
 from gspo.record.metrics import drop_reasons
@@ -158,7 +159,7 @@ class Incidents:
     def _resume_command(self) -> str:
         """The command that resumes after a fix of the reward. A changed reward file needs `--trust-run`."""
         flag = " --trust-run" if trust.reward_code(self._config) else ""
-        return f"gspo train --resume {self._run_dir.path}{flag}"
+        return resume_command(self._run_dir.path) + flag
 
     # ---- updates
 
@@ -191,7 +192,7 @@ class Incidents:
                 return NumericalError(
                     f"step {step}: {in_row} updates in a row were skipped, the last because of {update.skipped} "
                     "(learner.max_skipped); resume from the last checkpoint with a lower learning rate: "
-                    f"gspo train --resume {self._run_dir.path} --learner.learning_rate={lower:.1g}"
+                    f"{resume_command(self._run_dir.path)} --learner.learning_rate={lower:.1g}"
                 )
         return None
 
@@ -311,7 +312,7 @@ class Incidents:
         key = "alarms.stop" if alarm.name in self._config.alarms.stop else "alarms.rollback"
         return AlarmError(
             f"step {step}: {alarm.name} ({key}): {alarm.message(self._config)}. "
-            f"The run is saved: gspo train --resume {self._run_dir.path}"
+            f"The run is saved: {resume_command(self._run_dir.path)}"
         )
 
     # ---- early stopping

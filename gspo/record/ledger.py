@@ -91,6 +91,9 @@ def read_ledger(run: Path) -> list[BatchHistory]:
         batch, state = line["batch"], line["state"]
         if state == "resumed":
             found = {number: history for number, history in found.items() if number <= batch}
+            # Its line `trained` may be missing, if the disk was full. The checkpoint says that the step was done.
+            if batch in found and not found[batch].trained:
+                found[batch].trained = [line["step"]]
             continue
         history = found.setdefault(batch, BatchHistory(batch=batch))
         if state == "issued":

@@ -635,6 +635,14 @@ METRICS = (
         reduction=Reduction.MEAN,
     ),
     Metric(
+        "conversation/other_format/NAME",
+        "Turns that are no tool call in `environment.tool_format`, but would be one in this format. Some models do not "
+        "write calls as their chat template asks them to.",
+        present="`environment.name`, if there are such turns",
+        unit="count",
+        reduction=Reduction.SUM,
+    ),
+    Metric(
         "conversation/observation_tokens",
         "Mean number of tokens of a conversation that the model was given: observations, what the chat template writes "
         "around them, and earlier turns that it has rewritten. They are not trained on.",
@@ -1266,7 +1274,7 @@ METRICS = (
     ),
     Metric(
         "lag/dropped_tokens",
-        "Tokens that were sampled in vain.",
+        "Sampled tokens of completions that were dropped, which no step trains on.",
         present='`over_lag = "drop"`',
         unit="count",
         reduction=Reduction.SUM,

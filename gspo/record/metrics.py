@@ -185,6 +185,7 @@ def _conversations(pairs: Sequence[tuple[Completion, Score]]) -> dict[str, Reduc
         "conversation/branches": Mean.of([len(c.branches) or 1 for c, _ in pairs if c.conversation is not None]),
         "conversation/call_fraction": Mean.of([any(t.calls for t in c.turns) for c in found]),
         "conversation/failed_call_fraction": Mean(sum(turn.failed_calls for turn in turns), calls),
+        "conversation/other_format/NAME": _counts(Counter(t.other_format for t in turns if t.other_format)),
         "conversation/observation_tokens": Mean(given, len(found)),
         "conversation/end/NAME": Family({end: Mean.of([c.end is end for c in found]) for end in ConversationEnd}),
     }
@@ -510,6 +511,7 @@ def _conversation_record(completion: Completion) -> dict[str, Any]:
         return {}
     turns = [
         {"start": t.start, "end": t.end, "reward": t.reward, "calls": t.calls, "failed_calls": t.failed_calls}
+        | ({"other_format": t.other_format} if t.other_format else {})
         for t in conversation.turns
     ]
     branches = [(b.start, b.parent, b.shared) for b in completion.branches]
@@ -530,12 +532,11 @@ def _by_sequence(learned: LearnResult) -> list[dict[str, Any]]:
     tokens = learned.tokens
     computed_B = (tokens.sequences.sum(learned.computed_N.double()) > 0).tolist()
     ratio_B = tokens.sequences.mean((tokens.logp_N - tokens.logp_old_N).detach()).exp().tolist()
-    ref = None if tokens.logp_ref_N is None else tokens.logp_ref_N.tolist()
-    flipped = learned.routed.flipped_N.tolist() if learned.routed else None
     # Whole tensors are copied to the CPU: indexing single elements on a GPU would wait for each of them.
-    old = tokens.logp_old_N.tolist()
-    new = tokens.logp_N.tolist()
-    clipped = learned.clipped_N.tolist()
+    old, new = _rounded(tokens.logp_old_N), _rounded(tokens.logp_N)
+    ref = None if tokens.logp_ref_N is None else _rounded(tokens.logp_ref_N)
+    flipped = learned.routed.flipped_N.tolist() if learned.routed else None
+    clipped = learned.clipped_N.int().tolist()
     records: list[dict[str, Any]] = []
     start = 0
     lengths = tokens.sequences.length_B.long().tolist()
@@ -545,15 +546,15 @@ def _by_sequence(learned: LearnResult) -> list[dict[str, Any]]:
             records.append({"computed": False})
             start = end
             continue
-        flags = [int(c) for c in clipped[start:end]]
+        flags = clipped[start:end]
         records.append(
             {
                 "sequence_ratio": ratio,
                 "clipped_fraction": sum(flags) / length,
                 "clipped_tokens": flags,
-                "logp_old": _rounded(old[start:end]),
-                "logp_new": _rounded(new[start:end]),
-                **({} if ref is None else {"logp_ref": _rounded(ref[start:end])}),
+                "logp_old": old[start:end],
+                "logp_new": new[start:end],
+                **({} if ref is None else {"logp_ref": ref[start:end]}),
                 **({} if flipped is None else {"flipped_experts": flipped[start:end]}),
             }
         )
@@ -570,9 +571,10 @@ def _exact(values: Sequence[float]) -> list[float | None]:
     return numbers
 
 
-def _rounded(values: Sequence[float]) -> list[float]:
+def _rounded(values: Tensor) -> list[float]:
     """Seven decimals, about the precision of float32."""
-    return [round(v, 7) for v in values]
+    rounded: list[float] = values.detach().double().cpu().numpy().round(7).tolist()
+    return rounded
 
 
 def _mean(values: Sequence[float]) -> float:

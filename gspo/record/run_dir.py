@@ -49,6 +49,7 @@ from typing import Any
 from gspo import aliases
 from gspo.config import Config, from_tree, read_toml, to_toml
 from gspo.errors import ConfigError, DataError, DiskError, RunLockedError
+from gspo.ranks.environment import resume_command
 from gspo.record import held_out, rollbacks, run_format
 from gspo.redact import known_secrets, redacted, redacted_values
 
@@ -333,7 +334,7 @@ class RunDir:
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
         """Wrap the writing of a file: an error names the file and how to continue."""
-        how = f"gspo train --resume {self.path}" if self.started else "repeat the command"
+        how = resume_command(self.path) if self.started else "repeat the command"
         with writing(self.path / name, f"make room there, then: {how}"):
             yield
 

@@ -147,8 +147,9 @@ class Extension:
 class ExtendingEngine(Engine, Protocol):
     """An engine that continues completions which were cut.
 
-    Sampling in parts gives the distribution of sampling at once. Engines whose random numbers depend on the position
-    in a completion (`local`) give the same completion, up to rounding, if the weights have not changed in between."""
+    Sampling in parts gives the same distribution as sampling in one call. Engines whose random numbers depend on the
+    position in a completion (`local`) give the same completion, up to rounding, if the weights have not changed in
+    between."""
 
     def extend(self, extensions: Sequence[Extension], options: ExtendOptions) -> list[list[Completion]]:
         """Continue completions with the learner's current weights.

@@ -79,7 +79,7 @@ class DroppedCompletion:
     prompt_id: str
     sample: int
     tokens: int
-    """Tokens that were sampled in vain."""
+    """Its sampled tokens, which no step trains on."""
 
 
 @dataclass(frozen=True, kw_only=True)

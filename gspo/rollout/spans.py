@@ -72,7 +72,7 @@ def opened(start: RolloutState, prompts: Sequence[Prompt], ticket: Ticket, *, sa
 
 
 def after(batch: OpenBatch) -> RolloutState:
-    """Where sampling stands after an open batch: it takes all of its prompts at once."""
+    """Where sampling stands after an open batch, which takes all of its prompts in one request."""
     return RolloutState(batch=batch.batch, cursor=batch.cursor + len(batch.completions))
 
 

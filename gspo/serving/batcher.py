@@ -54,7 +54,7 @@ class LogprobJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Waiting:
+class _QueuedJob:
     job: CompletionJob | LogprobJob
     future: Future[Any]
 
@@ -67,7 +67,7 @@ class Batcher:
         self._policy = policy
         self._batch_tokens = batch_tokens
         self._texts = EngineContext(model=None, tokenizer=policy.tokenizer, stop_ids=policy.stop_ids).texts
-        self._jobs: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_QueuedJob] = queue.SimpleQueue()
         self.version = 0
         """Stored in every completion."""
         self.rounds = 0
@@ -85,7 +85,7 @@ class Batcher:
 
     def _submit(self, job: CompletionJob | LogprobJob) -> Future[Any]:
         future: Future[Any] = Future()
-        self._jobs.put(_Waiting(job=job, future=future))
+        self._jobs.put(_QueuedJob(job=job, future=future))
         return future
 
     def work(self, until: Callable[[], bool]) -> None:
@@ -100,7 +100,7 @@ class Batcher:
             while True:
                 self._jobs.get_nowait().future.cancel()
 
-    def _gather(self, first: _Waiting) -> list[_Waiting]:
+    def _gather(self, first: _QueuedJob) -> list[_QueuedJob]:
         """All requests that wait, and those that follow within moments: clients that were answered together come
         together."""
         found = [first]
@@ -111,9 +111,9 @@ class Batcher:
         # One whose client has hung up meanwhile costs nothing.
         return [one for one in found if one.future.set_running_or_notify_cancel()]
 
-    def _round(self, waiting: Sequence[_Waiting]) -> None:
+    def _round(self, waiting: Sequence[_QueuedJob]) -> None:
         self.rounds += bool(waiting)
-        calls: dict[Sampling, list[_Waiting]] = {}
+        calls: dict[Sampling, list[_QueuedJob]] = {}
         scored = []
         for one in waiting:
             if isinstance(one.job, LogprobJob):
@@ -126,7 +126,7 @@ class Batcher:
             for call in self._by_limit(members):
                 self._answer(call, self._sample)
 
-    def _answer(self, waiting: Sequence[_Waiting], compute: Callable[[Any], Sequence[Any]]) -> None:
+    def _answer(self, waiting: Sequence[_QueuedJob], compute: Callable[[Any], Sequence[Any]]) -> None:
         """One failure must not end the server: the clients get it."""
         try:
             results = compute([one.job for one in waiting])
@@ -137,13 +137,13 @@ class Batcher:
         for one, result in zip(waiting, results, strict=True):
             one.future.set_result(result)
 
-    def _by_limit(self, members: Sequence[_Waiting]) -> list[list[_Waiting]]:
+    def _by_limit(self, members: Sequence[_QueuedJob]) -> list[list[_QueuedJob]]:
         """Requests that fit into one call: all of them, except those with too few positions left for the largest
         limit."""
         positions = self._policy.position_limit
         jobs: list[CompletionJob] = [one.job for one in members if isinstance(one.job, CompletionJob)]
         largest = max(job.sampling.max_tokens for job in jobs)
-        calls: dict[int, list[_Waiting]] = {}
+        calls: dict[int, list[_QueuedJob]] = {}
         for one, job in zip(members, jobs, strict=True):
             fits = positions is None or len(job.prompt_ids) + largest <= positions
             calls.setdefault(largest if fits else job.sampling.max_tokens, []).append(one)

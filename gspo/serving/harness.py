@@ -70,8 +70,9 @@ class Harness:
 
     def find(self, name: str, given: str | None) -> str:
         """The path of its program: the one that was given, the one in this environment, or the one on PATH."""
-        beside = Path(sys.executable).parent / self.program
-        found = shutil.which(given) if given else str(beside) if beside.is_file() else shutil.which(self.program)
+        installed = Path(sys.executable).parent / self.program
+        own = str(installed) if installed.is_file() else shutil.which(self.program)
+        found = shutil.which(given) if given else own
         if found:
             return found
         if given:

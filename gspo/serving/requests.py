@@ -100,7 +100,6 @@ class CompletionRequest:
     echo: bool
     logprobs: int | None
     """How many of the most likely tokens are wanted; None if no log-probs are."""
-    stream: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +113,6 @@ class ChatRequest:
     """Variables for the chat template, such as `enable_thinking`."""
     options: Options
     logprobs: int | None
-    stream: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +165,12 @@ class _Fields:
             raise self.error(name, "must be true or false")
         return bool(value)
 
-    def stream(self) -> bool:
-        """Whether the response is a stream."""
+    def check_stream(self) -> None:
+        """Raise for wrong values of the fields that say how the response is sent, which are for the server."""
         options = self.take("stream_options")
         if options is not None and not isinstance(options, dict):
             raise self.error("stream_options", "must be an object")
-        return self.flag("stream")
+        self.flag("stream")
 
     def text(self, name: str) -> str:
         value = self.take(name)
@@ -221,8 +219,8 @@ def completion_request(data: Mapping[str, Any]) -> CompletionRequest:
         options=_options(fields, default_tokens=16, least_tokens=0 if echo else 1),
         echo=echo,
         logprobs=logprobs,
-        stream=fields.stream(),
     )
+    fields.check_stream()
     if best_of not in (None, request.options.n):
         raise fields.error("best_of", "not supported here; leave it out, and choose among n yourself")
     if len(request.prompts) * request.options.n > MOST_COMPLETIONS:
@@ -249,8 +247,8 @@ def chat_request(data: Mapping[str, Any]) -> ChatRequest:
         template_options=options,
         options=_options(fields, default_tokens=None, least_tokens=1),
         logprobs=(top or 0) if wanted else None,
-        stream=fields.stream(),
     )
+    fields.check_stream()
     fields.end()
     return request
 

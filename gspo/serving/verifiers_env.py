@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -43,6 +44,8 @@ UNUSED = ("tool_format", "rewritten_history", "processes", "timeout_s", "patienc
 COLUMN = "verifiers"
 _MODEL = "policy"
 _START_S = 300.0
+_GRACE_S = 30.0
+"""How much longer than `environment.max_seconds` the process may be silent before it is killed."""
 _LIMITS = {
     "max_turns": ConversationEnd.TURNS,
     "max_total_tokens": ConversationEnd.TOKENS,
@@ -56,8 +59,16 @@ _LIMITS = {
 class _Process:
     """The process of the taskset."""
 
-    def __init__(self, python: str, variables: Collection[str]) -> None:
+    def __init__(self, python: str, variables: Collection[str], load: Mapping[str, Any]) -> None:
+        self._python = python
+        self._variables = variables
+        self._load = load
+        """The taskset, as `verifiers_worker.py` loads it."""
+        self._start()
+
+    def _start(self) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        python, variables = self._python, self._variables
         command = [python, str(Path(verifiers_worker.__file__).absolute())]
         path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
         try:
@@ -75,6 +86,16 @@ class _Process:
         self.answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def load(self) -> None:
+        """Load the taskset."""
+        self.ask(load=self._load)
+
+    def restart(self) -> None:
+        """Start again, without what the process was doing."""
+        self.close()
+        self._start()
+        self.load()
 
     def send(self, **message: Any) -> None:
         assert self._process.stdin is not None
@@ -110,7 +131,9 @@ class _Process:
             self.answers.put(json.loads(line))
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
-        self.answers.put({"error": f"its process ended; the last line that it printed: {lines[-1][:300]}"})
+        self.answers.put(
+            {"ended": True, "error": f"its process ended; the last line that it printed: {lines[-1][:300]}"}
+        )
 
 
 class VerifiersEnvironment(RunEnvironment):
@@ -130,11 +153,13 @@ class VerifiersEnvironment(RunEnvironment):
         if not isinstance(options.get("taskset"), str):
             raise ConfigError('environment.options.taskset: name the taskset, for example "reverse_text"')
         self._tokenizer = tempfile.TemporaryDirectory(prefix="gspo-tokenizer-")
-        self._process = _Process(str(options.get("python") or sys.executable), settings.variables)
         agent = {"max_turns": settings.max_turns, "timeout": {"rollout": settings.max_seconds}}
         taskset = {**options.get("settings", {}), "id": options["taskset"]}
+        self._process = _Process(
+            str(options.get("python") or sys.executable), settings.variables, {"taskset": taskset, "agent": agent}
+        )
         try:
-            self._process.ask(load={"taskset": taskset, "agent": agent})
+            self._process.load()
         except ConfigError as error:
             self.close()
             if "No module named 'verifiers'" in str(error):
@@ -241,7 +266,16 @@ class VerifiersEngine(ConversationEngine):
             server.batcher.version = options.version
             access = {"address": server.address, "token": server.token, "model": _MODEL}
             self._process.send(run={"rollouts": rollouts, **access, **self._rendering})
-            server.work(until=lambda: self._collected(found, len(rollouts)))
+            watch = _Watch(self._config.max_seconds + _GRACE_S)
+
+            def over() -> bool:
+                if self._collected(found, len(rollouts)):
+                    return True
+                if watch.silent((len(found), server.batcher.completions)):
+                    self._give_up(found, len(rollouts), f"timeout: it did nothing for {watch.limit_s:g} s")
+                return len(found) == len(rollouts)
+
+            server.work(until=over)
         return [
             [self._completion(p, s, found[i * options.samples + s], options) for s in range(options.samples)]
             for i, p in enumerate(prompts)
@@ -257,12 +291,20 @@ class VerifiersEngine(ConversationEngine):
         """Take the outcomes that have arrived; whether that is all of them."""
         while not self._process.answers.empty():
             answer = self._process.answers.get()
-            if "error" in answer:
+            if answer.get("ended"):
+                self._give_up(found, wanted, f"died: {answer['error']}")
+            elif "error" in answer:
                 raise EngineError(f"environment verifiers: {answer['error']}")
-            call, number = answer["id"]
-            if call == self._calls:  # a call that was interrupted may have left some behind
-                found[number] = answer
+            else:
+                call, number = answer["id"]
+                if call == self._calls:  # a call that was interrupted may have left some behind
+                    found[number] = answer
         return len(found) == wanted
+
+    def _give_up(self, found: dict[int, dict[str, Any]], wanted: int, failure: str) -> None:
+        """The rollouts without an outcome have failed, and the next ones get a new process."""
+        found |= {number: {"failure": failure} for number in range(wanted) if number not in found}
+        self._process.restart()
 
     def _completion(
         self, prompt: Prompt, sample: int, found: Mapping[str, Any], options: GenerateOptions
@@ -311,9 +353,25 @@ class VerifiersEngine(ConversationEngine):
             conversation=Conversation(
                 turns=tuple(turns),
                 end=ConversationEnd.FAILED if failure else end,
-                failure=f"raised: environment: {failure}" if failure else None,
+                failure=_named(failure) if failure else None,
             ),
         )
+
+
+class _Watch:
+    """Whether nothing has happened for too long. `verifiers` ends a rollout after `environment.max_seconds` itself, but
+    not one whose code blocks the process."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._seen: object = None
+        self._since = time.monotonic()
+
+    def silent(self, progress: object) -> bool:
+        """`progress` differs whenever something has happened."""
+        if progress != self._seen:
+            self._seen, self._since = progress, time.monotonic()
+        return time.monotonic() - self._since > self.limit_s
 
 
 def _turns(sampled: Sequence[bool], reward: float | None) -> list[Turn]:
@@ -321,6 +379,12 @@ def _turns(sampled: Sequence[bool], reward: float | None) -> list[Turn]:
     bounds = [i for i in range(len(sampled) + 1) if _at(sampled, i) != _at(sampled, i - 1)]
     turns = [Turn(start=start, end=end) for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
     return [*turns[:-1], replace(turns[-1], reward=reward)] if turns else []
+
+
+def _named(failure: str) -> str:
+    """A failure, with its kind in front: the process died, did not answer, or its code raised something."""
+    kind, _, what = failure.partition(": ")
+    return f"{kind}: environment: {what}" if kind in ("died", "timeout") else f"raised: environment: {failure}"
 
 
 def _at(sampled: Sequence[bool], i: int) -> bool:

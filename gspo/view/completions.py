@@ -329,6 +329,7 @@ def _turns(value: Any, tokens: int) -> list[dict[str, Any]]:
                 "reward": _only(turn.get("reward"), int, float),
                 "calls": [str(c)[:100] for c in calls[:20]] if isinstance(calls, list) else [],
                 "failed_calls": _only(turn.get("failed_calls"), int) or 0,
+                "other_format": str(turn.get("other_format") or "")[:100],
             }
         )
         end = stop

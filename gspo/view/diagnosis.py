@@ -498,6 +498,26 @@ def _unscored(facts: RunFacts) -> Finding | None:
     )
 
 
+def _other_format(facts: RunFacts) -> Finding | None:
+    """Tool calls that are not read."""
+    prefix = "conversation/other_format/"
+    names = {name for row in facts.recent for name in row if name.startswith(prefix)}
+    counts = {name: sum(int(row.get(name) or 0) for row in facts.recent) for name in sorted(names)}
+    most = max(counts, key=lambda name: counts[name], default="")
+    if not most or counts[most] < len(facts.recent):
+        return None
+    style = most.removeprefix(prefix)
+    return Finding(
+        name="tool calls in another format",
+        level="warn",
+        what=(
+            f"{counts[most]} turns of the last {len(facts.recent)} steps would be tool calls in format {style}, which "
+            "environment.tool_format does not read: they call nothing."
+        ),
+        remedy=f'Set environment.tool_format = "{style}", or ask for the other format in data.instruction.',
+    )
+
+
 def _truncated(facts: RunFacts) -> Finding | None:
     share = facts.mean("length/truncated_fraction")
     limit = facts.setting("rollout", "max_tokens", 0)
@@ -884,6 +904,7 @@ RULES: tuple[Rule, ...] = (
     _no_gradient,
     _uniform,
     _unscored,
+    _other_format,
     _truncated,
     _length_drift,
     _one_update,

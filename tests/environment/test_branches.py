@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from branch_ids import branch_ids
 from conversations import END, TOKENIZER, conversations, rows, sample, written
 from tiny_runs import tiny_tree
 
@@ -39,7 +40,6 @@ from gspo.types import (
     Status,
     StopReason,
     Turn,
-    branch_ids,
 )
 from gspo.view.replay.records import read_step
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from branch_ids import branch_ids
 from conversations import END, TOKENIZER, written
 from needs import needs_vllm
 from simulated_vllm import SimulatedVllm
@@ -19,7 +20,7 @@ from gspo.model.routing import find_routers
 from gspo.rollout.engine import EngineContext, GenerateOptions, build_engine
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm import VllmEngine
-from gspo.types import Completion, Prompt, Sampling, branch_ids
+from gspo.types import Completion, Prompt, Sampling
 
 GAME = """
 from gspo.environment import Environment

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conversations import END, TOKENIZER, conversations, rows, sample, written
 
 from gspo.environment.rewards import ConversationRewards
 from gspo.errors import ConfigError
-from gspo.types import Completion, ConversationEnd, Status
+from gspo.types import Completion, ConversationEnd, Score, Status
 
 OWN = """
-import os, time
+import os, resource, time
 from gspo.environment import Environment, ToolUnavailable, tool
 
 class Echo(Environment):
@@ -71,6 +73,34 @@ class Tools(Environment):
         if number == 14: raise SystemExit("usage")
         if number == 15: return "\\ud800"
         return str(number // (number - 7) // 2)
+
+class Descriptors(Environment):
+    "The reward is the limit that a conversation has."
+    def step(self, message):
+        return [], float(resource.getrlimit(resource.RLIMIT_NOFILE)[0]), True
+
+class Role(Environment):
+    def reset(self, row):
+        self.role = row["prompt"]
+    def step(self, message):
+        over = getattr(self, "over", False)
+        self.over = True
+        return [{"role": self.role, "content": "more"}], float(over), over
+
+class Huge(Environment):
+    def reset(self, row):
+        self.steps = 0
+    def step(self, message):
+        self.steps += 1
+        return "more", 1e308, self.steps == 2
+
+class Early(Environment):
+    "Only the first turn is rewarded."
+    def reset(self, row):
+        self.steps = 0
+    def step(self, message):
+        self.steps += 1
+        return "more", -0.5 if self.steps == 1 else None, self.steps == 2
 
 class Trl:
     "In TRL's form."
@@ -298,3 +328,94 @@ def test_an_environment_that_cannot_be_built_is_an_error(
         conversations(lambda content, key: "", name.replace("OWN", own), [], options=options),
     ):
         pass
+
+
+def test_there_may_be_more_conversations_than_descriptors_for_one_process(own: str) -> None:
+    """Many systems allow 1,024, and an evaluation of 512 problems, sampled and greedy, has as many conversations."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
+    try:
+        with conversations(lambda content, key: "x", f"{own}:Descriptors", rows({"prompt": "x"})) as (
+            engine,
+            _,
+            prompts,
+        ):
+            done = sample(engine, prompts, 150)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [c.conversation.failure for c in done if c.conversation] == [None] * 150
+    assert [c.conversation.reward for c in done if c.conversation] == [128.0] * 150
+
+
+def test_a_message_that_the_template_cannot_write_leaves_its_conversation_unscored(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many templates raise for roles that they do not know, or for two messages of the user in a row."""
+    refusing = (
+        "{% for m in messages %}{% if m['role'] == 'odd' %}{{ raise_exception('no odd roles') }}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(TOKENIZER, "chat_template", refusing + str(TOKENIZER.chat_template))
+    problems = rows({"prompt": "odd"}, {"prompt": "user"})
+    with conversations(lambda content, key: "x", f"{own}:Role", problems) as (engine, _, prompts):
+        odd, usual = [c.conversation for c in sample(engine, prompts)]
+    assert odd is not None
+    assert usual is not None
+    assert odd.end is ConversationEnd.FAILED
+    assert "invalid: environment: " in str(odd.failure)
+    assert "no odd roles" in str(odd.failure)
+    assert (usual.failure, usual.reward) == (None, 1.0)
+
+
+@pytest.mark.parametrize("name", ["step", "score", "tools"])
+def test_a_tool_cannot_replace_a_part_of_an_environment(name: str, tmp_path: Path) -> None:
+    text = f"""
+from gspo.environment import Environment, tool
+
+class Mine(Environment):
+    @tool
+    def {name}(self, x: str) -> str:
+        "A tool."
+        return x
+"""
+    name_of = f"{written(tmp_path, text)}:Mine"
+    with (
+        pytest.raises(ConfigError, match=f"a tool cannot be named {name}"),
+        conversations(lambda content, key: "x", name_of, rows({"prompt": "x"})),
+    ):
+        pass
+
+
+def test_rewards_whose_sum_is_not_finite_are_unscored(own: str) -> None:
+    with conversations(lambda content, key: "x", f"{own}:Huge", rows({"prompt": "x"})) as (engine, _, prompts):
+        done = sample(engine, prompts)
+    ((score,),) = ConversationRewards("own", correct_above=0.5, pool=None).score([(prompts[0], done)])
+    assert score.status is Status.UNSCORED
+    assert score.failure == "invalid: environment own: the sum of the rewards is not finite"
+
+
+class _Judge:
+    """A pool whose function gives each completion the reward that its text names."""
+
+    names = ("judge",)
+
+    def score(self, groups: Any, functions: Any = None) -> list[list[Score]]:
+        return [
+            [
+                Score(status=Status.SCORED, reward=float(c.text), correct=True, parts={"judge": float(c.text)})
+                for c in completions
+            ]
+            for _, completions in groups
+        ]
+
+
+@pytest.mark.parametrize("judged", ["1", "0"])
+def test_what_is_judged_at_the_end_belongs_to_the_last_turn(own: str, judged: str) -> None:
+    """Also if the environment has rewarded earlier turns only, and if it is 0, which counts in the group's mean."""
+    with conversations(lambda content, key: judged, f"{own}:Early", rows({"prompt": "x"})) as (engine, _, prompts):
+        done = sample(engine, prompts)
+    pool: Any = _Judge()
+    ((score,),) = ConversationRewards("own", correct_above=0.5, pool=pool).score([(prompts[0], done)])
+    assert done[0].conversation is not None
+    assert done[0].sampled_count == 4
+    assert score.reward == float(judged) - 0.5
+    assert score.step_rewards == ((1, -0.5), (3, float(judged)))

@@ -25,6 +25,7 @@ from gspo.cli import main
 from gspo.config import Config
 from gspo.context import RunContext
 from gspo.environment.setup import RunEnvironment
+from gspo.environment.tool_calls import ToolCall, write
 from gspo.errors import ConfigError, EngineError
 from gspo.evaluation import evaluate
 from gspo.learner.batch import prepare_batch
@@ -37,12 +38,14 @@ from gspo.record.ledger import read_ledger
 from gspo.record.metric_definitions import METRICS
 from gspo.record.run_dir import read_jsonl
 from gspo.rollout.engine import EngineContext, GenerateOptions
+from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm import VllmEngine
 from gspo.step import learn
 from gspo.trainer import resume, train
 from gspo.trust import all_code
 from gspo.types import Completion, Conversation, ConversationEnd, Group, Prompt, Score, Status, StopReason, Turn
 from gspo.view.completions import Completions
+from gspo.view.run_reader import RunReader
 
 GAME = """
 from gspo.environment import Environment
@@ -329,3 +332,53 @@ def test_a_run_directory_names_the_code_of_its_environment(game: Callable[..., C
     code = all_code(config, [])[0]  # the modules that it imports follow
     assert code.what == f"environment.name imports {config.environment.name.replace(':', ' and uses ')}"
     assert code.digest
+
+
+TOOL = """
+from gspo.environment import Environment, tool
+
+class Look(Environment):
+    "Looks things up."
+    @tool
+    def look(self, at: str) -> str:
+        "Look something up."
+        return "nothing"
+    def score(self, message):
+        return float(self.rng.random() < 0.5)
+"""
+
+
+def test_calls_in_a_format_that_is_not_read_are_found(
+    display: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen2.5-Coder writes calls in blocks of JSON, although its chat template teaches tags."""
+    (tmp_path / "look.py").write_text(TOOL)
+    call = write("json_block", ToolCall(name="look", arguments={"at": "5"}))
+    sampled = LocalEngine.generate
+
+    def write_call(self: LocalEngine, prompts: Any, options: GenerateOptions) -> list[list[Completion]]:
+        assert self.context is not None
+        ids = tuple(self.context.tokenizer(call, add_special_tokens=False)["input_ids"])
+        ended = {"token_ids": ids, "logp_sampler": (-1.0,) * len(ids), "text": call, "stop": StopReason.STOP}
+        return [[replace(c, **ended) for c in group] for group in sampled(self, prompts, options)]
+
+    monkeypatch.setattr(LocalEngine, "generate", write_call)
+    tree = tiny_tree(tmp_path / "run")
+    tree["data"] = {"task": "secret_number", "task_options": {"largest": 9}, "task_size": 40, "held_out": 4}
+    tree["rollout"]["max_tokens"] = 100
+    tree["environment"] = {"name": f"{tmp_path}/look.py:Look", "tool_format": "hermes"}
+    del tree["reward"]["functions"]
+    config = settings.override(tree, ["steps=2"], where="test")
+    with ExitStack() as stack:
+        checks = [check for check in CHECKS if check.name not in ("memory", "disk", "run directory", "time")]
+        findings = run_checks(PreflightContext(config=config, stack=stack), checks, show=lambda finding: None)
+    assert any(
+        "turns would be tool calls in format json_block" in f.what and "0 turns call" in f.what for f in findings
+    )
+    train(config, display)
+    rows = read_jsonl(Path(config.run_dir) / "metrics.jsonl")
+    counts = [row["conversation/other_format/json_block"] for row in rows if row["step"]]
+    assert counts == [config.rollout.prompts * config.rollout.group_size] * 2
+    run = RunReader(Path(config.run_dir))
+    run.refresh()
+    assert any(f.name == "tool calls in another format" for f in run.findings())

@@ -124,6 +124,8 @@ def test_without_a_template_observations_are_added_as_they_are() -> None:
 
 def test_the_format_of_tool_calls_must_be_known() -> None:
     assert tool_format(EnvironmentConfig(name="x"), tokenizer(KEEPS), [SCHEMA]) == "hermes"
-    with pytest.raises(ConfigError, match=r"environment.tool_format: .* set hermes, llama, gpt_oss or call"):
+    with pytest.raises(
+        ConfigError, match=r"environment.tool_format: .* set hermes, llama, json_block, code_block, gpt_oss or call"
+    ):
         tool_format(EnvironmentConfig(name="x"), TOKENIZER, [SCHEMA])
     assert tool_format(EnvironmentConfig(name="x", tool_format="llama"), TOKENIZER, [SCHEMA]) == "llama"

@@ -91,23 +91,35 @@ def test_arguments_that_do_not_fit_never_reach_the_tool(name: str, arguments: di
         call({"book": book}, name, arguments)
 
 
+def test_values_of_an_object_have_the_annotated_type() -> None:
+    def count(words: dict[str, int]) -> int:
+        """Count words."""
+        return sum(words.values())
+
+    assert call({"count": count}, "count", {"words": {"a": 1, "b": 2}}) == "3"
+    with pytest.raises(ToolError, match=r"words\['b'\] must be of type integer"):
+        call({"count": count}, "count", {"words": {"a": 1, "b": "2"}})
+
+
 CALL = ToolCall(name="book", arguments={"city": 'a "b" </c>\n', "nights": 2})
 TEXT = ToolCall(name="book", arguments={"city": "Ulm (old) town"})
 
 
 @pytest.mark.parametrize("style", list(FORMATS))
 def test_what_is_written_is_read(style: str) -> None:
-    wanted = TEXT if style == "call" else CALL
+    wanted = TEXT if style in ("call", "code_block") else CALL
     parsed = parse(style, write(style, wanted), ["book"])
     assert not parsed.error
     assert parsed.content == ""
     (found,) = parsed.calls
     assert found.name == "book"
-    assert list(found.arguments.values()) == list(wanted.arguments.values())
+    arguments = {key: str(value).rstrip("\n") for key, value in found.arguments.items()}
+    assert list((arguments if style == "code_block" else found.arguments).values()) == list(wanted.arguments.values())
 
 
 HERMES = '<tool_call>\n{"name": "book", "arguments": {"city": "Ulm"}}\n</tool_call>'
 LLAMA = '{"name": "book", "parameters": {"city": "Ulm"}}'
+BLOCK = '```json\n{\n  "name": "book",\n  "arguments": {"city": "Ulm"}\n}\n```'
 ULM = ToolCall(name="book", arguments={"city": "Ulm"})
 
 
@@ -120,6 +132,16 @@ ULM = ToolCall(name="book", arguments={"city": "Ulm"})
         ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", 2),
         ("llama", " no call", "no call", 0),
         ("llama", '{"city": "Ulm"}', '{"city": "Ulm"}', 0),
+        ("json_block", f"I will.\n{BLOCK}\nAnd:\n{BLOCK}\n", "I will.\nAnd:", 2),
+        ("json_block", LLAMA.replace("parameters", "arguments"), "", 1),
+        ("json_block", BLOCK.replace("json", ""), "", 1),
+        ("json_block", f"<think>\n{BLOCK}\n</think>\n{BLOCK}", f"<think>\n{BLOCK}\n</think>", 1),
+        ("json_block", BLOCK.replace("json", "python"), BLOCK.replace("json", "python"), 0),
+        ("json_block", '```json\n{"city": "Ulm"}\n```', '```json\n{"city": "Ulm"}\n```', 0),
+        ("json_block", "```python\nprint(1)\n```\nso 1", "```python\nprint(1)\n```\nso 1", 0),
+        ("json_block", "a ```json block that never\n```python\nends", "a ```json block that never\n```python\nends", 0),
+        ("code_block", "So:\n```json\n{}\n```\nbook", "So:\n```json\n{}\n```\nbook", 0),
+        ("code_block", "<think>\n```book\nBonn\n```\n</think>\nUlm", "<think>\n```book\nBonn\n```\n</think>\nUlm", 0),
         (
             "gpt_oss",
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.book "
@@ -153,6 +175,11 @@ def test_calls_and_text_are_told_apart(style: str, text: str, content: str, call
         ("llama", LLAMA.replace('"Ulm"', "NaN")),
         ("llama", "<|python_tag|>print(1)"),
         ("llama", LLAMA.replace("}}", "}")),
+        ("json_block", BLOCK.removesuffix("```")),
+        ("json_block", BLOCK.replace('"Ulm"', '"""Ulm"""')),
+        ("json_block", BLOCK.replace("arguments", 'input_arguments": 1, "arguments')),
+        ("json_block", LLAMA.replace("parameters", "arguments") + " and more"),
+        ("code_block", "```book\nUlm"),
         ("gpt_oss", "<|channel|>commentary to=functions.book<|message|>[1]"),
         ("gpt_oss", "<|channel|>commentary to=browser.open<|message|>{}"),
         ("gpt_oss", "no channel"),
@@ -163,6 +190,29 @@ def test_a_malformed_call_is_an_error_and_no_call(style: str, text: str) -> None
     parsed = parse(style, text, ["book"])
     assert parsed.error
     assert not parsed.calls
+
+
+def test_a_block_of_code_is_the_only_argument_of_its_tool() -> None:
+    parsed = parse("code_block", "First:\n```book\nUlm\n  old\n```\nthen\n```book\n```", ["book"])
+    assert [call.arguments for call in parsed.calls] == [{"": "Ulm\n  old\n"}, {"": ""}]
+    assert parsed.content == "First:\nthen"
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "other"),
+    [
+        ("hermes", BLOCK, "json_block"),
+        ("json_block", HERMES, "hermes"),
+        ("hermes", LLAMA, "llama"),
+        ("hermes", "book(Ulm)", "call"),
+        ("hermes", HERMES, ""),
+        ("hermes", BLOCK.replace("book", "read"), ""),
+        ("hermes", "The book (Ulm) is read.", ""),
+        ("hermes", BLOCK.replace('"Ulm"', "Ulm"), ""),
+    ],
+)
+def test_a_call_in_another_format_is_named(style: str, text: str, other: str) -> None:
+    assert parse(style, text, ["book"]).other_format == other
 
 
 def test_the_format_is_detected_from_the_template() -> None:

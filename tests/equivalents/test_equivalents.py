@@ -17,6 +17,7 @@ from gspo.equivalents.equivalent import Equivalent, Kind
 from gspo.equivalents.explain import explain
 from gspo.errors import ConfigError
 from gspo.objectives.table import objective
+from gspo.reward.rewards import completion_format
 
 RECORDED = json.loads((Path(__file__).parent / "trl_1_16.json").read_text(encoding="utf-8"))
 """The fields of TRL 1.16's GRPOConfig, ModelConfig and ScriptArguments, with the text of their defaults."""
@@ -118,6 +119,33 @@ def test_objectives(given: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "options", [{"min_lr_rate": 0.2}, {"min_lr": 2e-6}, '{"min_lr_rate": 0.2}'], ids=["rate", "lowest", "json"]
+)
+def test_a_cosine_with_a_lowest_learning_rate(options: Any) -> None:
+    given = {"learning_rate": 1e-5, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": options}
+    done = trl.convert(given)
+    assert not done.lost
+    assert done.settings["learner.schedule"] == "cosine"
+    assert done.settings["learner.final_fraction"] == pytest.approx(0.2)
+
+
+def test_other_options_of_a_schedule_are_listed() -> None:
+    given = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.2, "num_cycles": 2}}
+    assert list(trl.convert(given).lost) == ["lr_scheduler_kwargs"]
+
+
+def test_rewards_of_trl() -> None:
+    names = ["accuracy_reward", "think_format_reward", "my.rewards.length", "get_soft_overlong_punishment"]
+    done = trl.convert({"reward_funcs": names})
+    assert done.settings["reward.functions"] == ["math_answer", "completion_format", *names[2:]]
+    assert done.settings["data.answer_field"] == "solution"
+    pattern = done.settings["reward.options.completion_format.pattern"]
+    texts = ["<think>a\nb</think> 5", "5", "<think>a<think>b</think>5"]
+    assert completion_format.score([""] * 3, texts, pattern=pattern) == [1.0, 0.0, 0.0]
+    assert [text.split(": ")[1] for text in done.todo if text.startswith("reward")] == names[2:]
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {"num_iterations": 2},
@@ -182,6 +210,7 @@ SCRIPT = """
 from datasets import load_dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward as accuracy
 
 BATCH = 4 * 4
 def correct(completions, answer, **kwargs):
@@ -189,7 +218,7 @@ def correct(completions, answer, **kwargs):
 args = GRPOConfig("out", per_device_train_batch_size=BATCH, num_generations=8, learning_rate=1e-5, seed=seed())
 dataset = load_dataset("openai/gsm8k", "main", split="train").map(str)
 trainer = GRPOTrainer(
-    model="Qwen/Qwen3-0.6B", reward_funcs=[correct, lambda **kwargs: []], args=args, train_dataset=dataset,
+    model="Qwen/Qwen3-0.6B", reward_funcs=[correct, accuracy, lambda **kwargs: []], args=args, train_dataset=dataset,
     peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
 )
 """
@@ -201,6 +230,7 @@ python3 -m verl.trainer.main_ppo \\
     algorithm.adv_estimator=grpo \\
     actor_rollout_ref.model.path="$MODEL" \\
     +actor_rollout_ref.rollout.n=${N} \\
+    data.train_files=$HOME/data/train.parquet \\
     actor_rollout_ref.actor.optim.lr=1e-6 $@
 """
 
@@ -218,7 +248,9 @@ def test_a_yaml_config_becomes_a_recipe_that_loads(tmp_path: Path, capsys: pytes
         "reward_funcs: math_answer\nnum_iterations: 2\n"
     )
     assert main(["import-config", str(file), "--out", str(out)]) == 0
-    assert "num_iterations = 2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "num_iterations = 2" in printed
+    assert printed.endswith(f"Next:\n  gspo doctor {out}\n  gspo train {out}\n")
     loaded = config.load(out)
     assert (loaded.learner.learning_rate, loaded.rollout.group_size, loaded.steps) == (1e-5, 4, 10)
     # A default of TRL that differs from ours.
@@ -240,15 +272,17 @@ def test_a_script_is_read_without_running_it(tmp_path: Path, capsys: pytest.Capt
     assert recipe["model"] == {"path": "Qwen/Qwen3-0.6B", "lora": {"rank": 16, "alpha": 32}}
     assert (recipe["rollout"]["prompts"], recipe["learner"]["learning_rate"]) == (2, 1e-5)
     assert recipe["data"]["hub"] == "openai/gsm8k"
-    assert recipe["reward"]["functions"] == [f"{file}:correct"]
+    assert recipe["reward"]["functions"] == [f"{file}:correct", "math_answer"]
     assert all(hint in text for hint in ("seed = seed()", "lambda", "data.path"))
 
 
 def test_a_shell_script_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.sh"
     file.write_text(SHELL)
-    recipe, _ = imported(capsys, str(file))
+    recipe, text = imported(capsys, str(file))
     assert (recipe["model"]["path"], recipe["rollout"]["group_size"]) == ("Qwen/Qwen3-8B", 16)
+    assert recipe["data"]["path"] == "~/data/train.parquet"
+    assert sum(line.startswith("# - reward.functions") for line in text.splitlines()) == 1
 
 
 def test_overrides_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from branch_ids import branch_ids
 from families import FAMILIES, in_order, plain_choices
 from packing_cases import CPU, DOUBLE, ROUND, build_model, forward_backward
 from replay_cases import by_row, disturb, forced_alone, routing_of
@@ -16,7 +17,7 @@ from gspo.learner.forward import plan_logprobs
 from gspo.learner.plan import Plan, make_plan
 from gspo.model.micro_batch import TokenSequence
 from gspo.model.packed_forward import run_forward, supports_packing
-from gspo.types import Branch, Completion, Routes, StopReason, branch_ids
+from gspo.types import Branch, Completion, Routes, StopReason
 
 TREES: dict[str, tuple[int, int, tuple[Branch, ...]]] = {
     # (prompt, completion, branches)

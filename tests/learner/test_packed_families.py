@@ -4,6 +4,7 @@ separate forwards with the model's own attention."""
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,19 @@ def test_a_trial_of_few_tokens_finds_a_layer_with_another_window(window: int) ->
     model.model.layers[0].self_attn.sliding_window = None
     assert "differs from the sliding window in its config" in str(obstacle_to_packing(model))
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_trial_ignores_models_of_other_threads() -> None:
+    model, other = WINDOWED["gemma3"](torch.float32, 128), WINDOWED["gemma3"](torch.float32, 4096)
+    assert supports_packing(other)
+
+    def use_other(*inputs: Any) -> None:
+        thread = threading.Thread(target=lambda: other(input_ids=torch.tensor([[1, 2, 3]])))
+        thread.start()
+        thread.join()
+
+    model.register_forward_pre_hook(use_other)
+    assert obstacle_to_packing(model) is None
 
 
 def test_the_trial_finds_an_unknown_option(monkeypatch: pytest.MonkeyPatch) -> None:

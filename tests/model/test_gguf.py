@@ -150,5 +150,6 @@ def test_a_missing_file_and_a_missing_package_are_named(file: Path, monkeypatch:
     with pytest.raises(ConfigError, match=r"model.path: .*none.gguf: no such file"):
         load_tokenizer(ModelConfig(path=str(file.with_name("none.gguf"))))
     monkeypatch.setattr("gspo.model.source.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"reading it needs the gguf package; run: pip install gguf"):
+    needed = r"reading it needs the packages gguf and accelerate; run: pip install 'gspo\[gguf\]'"
+    with pytest.raises(ConfigError, match=needed):
         load_tokenizer(ModelConfig(path=str(file)))

@@ -15,7 +15,7 @@ import torch
 from cases import evaluate, random_case
 
 import gspo
-from gspo.commands.eval import evaluate_model
+from gspo.commands.eval import measure_model
 from gspo.config import Config
 from gspo.errors import ConfigError, TrustError
 from gspo.objectives.advantage import centered
@@ -206,8 +206,7 @@ def test_code_of_somebody_elses_run_needs_approval_where_it_would_run(
     assert not ran.exists(), "refused code must not run"
     # Evaluation never reads the objective, so it needs no approval.
     options: dict[str, Any] = {"data": None, "recipe": None, "ks": [1], "samples": 1, "limit": 2, "greedy": False}
-    files = {"json_path": None, "completions_path": None}
-    assert evaluate_model(str(run), **options, **files, seed=0, overrides=[]) == 0
+    assert len(measure_model(str(run), **options, seed=0, overrides=[]).evaluation.groups) == 2
     assert not ran.exists()
 
 

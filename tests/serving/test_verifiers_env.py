@@ -24,14 +24,14 @@ from gspo.config import Config
 from gspo.context import RunContext
 from gspo.errors import ConfigError, DataError
 from gspo.rollout.engine import GenerateOptions
-from gspo.serving import verifiers_worker
+from gspo.serving import verifiers_env, verifiers_worker
 from gspo.trainer import train
 from gspo.types import Completion, ConversationEnd, Prompt, branch_paths
 
 PYTHON = os.environ.get("GSPO_TESTS_VERIFIERS") or (sys.executable if importlib.util.find_spec("verifiers") else "")
 STAND_IN = '''#!{python}
 """Speaks as the worker does: two turns, of which the second begins again if the task says so."""
-import json, os, subprocess, sys, urllib.request
+import json, os, subprocess, sys, time, urllib.request
 
 def call(run, ids, sampling):
     body = json.dumps({{"model": run["model"], "token_ids": ids, "sampling_params": sampling}}).encode()
@@ -44,6 +44,10 @@ def rollout(run, one):
     prompt = [5, 6, one["task"]["idx"]]
     if one["task"].get("fails"):
         return {{"failure": "a tool is missing"}}
+    if one["task"].get("dies"):
+        os._exit(3)
+    while one["task"].get("hangs"):
+        time.sleep(1)
     first, logp = call(run, prompt, one["sampling"])
     branch = {{"token_ids": prompt + first, "sampled": [False] * 3 + [True] * len(first), "logp": [0.0] * 3 + logp}}
     branches = [branch]
@@ -53,7 +57,8 @@ def rollout(run, one):
     mask = [False] * len(before) if one["task"].get("rewrites") else branch["sampled"] + [False, False]
     other = {{"token_ids": before + second, "sampled": mask + [True] * len(second), "logp": begun + logp2}}
     branches = [branch, other] if one["task"].get("rewrites") else [other]
-    found = {{"branches": branches, "reward": sum(first) % 7 / 7, "truncated": False}}
+    reward = float(one["task"].get("reward", sum(first) % 7 / 7))
+    found = {{"branches": branches, "reward": reward, "truncated": False}}
     return {{**found, "stop": one["task"].get("stop", "")}}
 
 for line in sys.stdin:
@@ -147,14 +152,37 @@ def test_rollouts_become_completions_with_the_engines_log_probs(
 def test_what_the_taskset_causes_is_unscored(
     configured: Callable[..., Config], parts_of: Callable[[Config], RunContext]
 ) -> None:
-    parts = parts_of(configured([{"fails": True}, {}, {}, {}]))
+    parts = parts_of(configured([{"fails": True}, {}, {"reward": "nan"}, {}]))
     prompts = sorted(parts.problems.train, key=lambda p: p.id)
-    (failed, *_), (good, *_) = sample(parts, prompts)[:2]
+    (failed, *_), (good, *_), (unknown, *_) = sample(parts, prompts)[:3]
     assert failed.conversation is not None
     assert failed.conversation.end is ConversationEnd.FAILED
-    scores = parts.rewards.score([(prompts[0], [failed]), (prompts[1], [good])])
+    scores = parts.rewards.score([(prompts[0], [failed]), (prompts[1], [good]), (prompts[2], [unknown])])
+    assert "the sum of the rewards is not finite" in str(scores[2][0].failure)
     assert scores[0][0].failure == "raised: environment: a tool is missing"
     assert scores[1][0].reward is not None
+
+
+@pytest.mark.parametrize(
+    ("task", "failure"), [({"dies": True}, "died: environment: its process ended"), ({"hangs": True}, "timeout: ")]
+)
+def test_a_taskset_that_ends_or_hangs_leaves_its_rollouts_unscored_and_works_again(
+    task: dict[str, Any],
+    failure: str,
+    configured: Callable[..., Config],
+    parts_of: Callable[[Config], RunContext],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Code that blocks the process keeps `verifiers` from enforcing its own limits."""
+    monkeypatch.setattr(verifiers_env, "_GRACE_S", 1.0)
+    parts = parts_of(configured([{}, task, {}, {}], "environment.max_seconds=1"))
+    prompts = sorted(parts.problems.train, key=lambda p: p.id)
+    good, *others = [c.conversation for (c,) in sample(parts, prompts, samples=1)]
+    assert good is not None
+    assert good.failure is None
+    assert all(other is not None and str(other.failure).startswith(failure) for other in others)
+    again = [c.conversation for (c,) in sample(parts, prompts[2:], samples=1)]
+    assert [one.failure for one in again if one is not None] == [None, None]
 
 
 def test_a_run_trains_on_them(configured: Callable[..., Config], display: Any) -> None:

@@ -252,6 +252,13 @@ CASES = [
         "3 completions",
     ),
     Case(
+        "tool calls in another format",
+        "warn",
+        facts(every_step(**{"conversation/other_format/json_block": 3})),
+        facts(at_step(39, "conversation/other_format/json_block", 3)),
+        "60 turns of the last 20 steps would be tool calls in format json_block",
+    ),
+    Case(
         "truncated completions",
         "warn",
         facts(every_step(length__truncated_fraction=0.3)),

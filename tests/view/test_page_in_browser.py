@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from shown_runs import HOSTILE, completion, make_run, uncomputed, write_lines
+from shown_runs import HOSTILE, completion, make_run, metrics, uncomputed, write_lines
 
 from gspo.view.report import write_report
 
@@ -301,6 +301,22 @@ def test_from_a_curve_to_a_token(page: Any, serve: Callable[..., Any], tmp_path:
     assert "-0.5000" not in given
 
 
+def test_a_completion_of_the_first_update_has_no_scale(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    record = completion("train/1", 0, "answer", sequence_ratio=1.0)
+    record["logp_new"] = record["logp_old"]
+    make_run(tmp_path / "made", completions=[record])
+    open_dashboard(page, serve(tmp_path / "made"), "made/5/0/0")
+    page.get_by_text("0 for every token").wait_for()
+    page.get_by_label("color by").select_option(label="log-prob")
+    page.locator(".scale i").first.wait_for()
+
+
+def test_a_run_without_completions_promises_none(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:
+    shutil.rmtree(make_run(tmp_path / "made") / "rollouts")
+    open_dashboard(page, serve(tmp_path / "made"), "made/5")
+    page.get_by_text("No other step has any.").wait_for()
+
+
 def test_a_report_shows_the_problems_of_the_last_evaluation(page: Any, tmp_path: Path) -> None:
     page.goto(write_report([make_run(tmp_path / "made")], tmp_path / "report.html").as_uri())
     page.get_by_text("held-out problems after step 10").click()
@@ -444,6 +460,32 @@ def test_a_curve_has_one_legend_entry_with_a_value_of_each_run(
     found = page.locator(".chart .legend .key").evaluate_all(tops)
     assert any(len(line) == 2 for line in found)
     assert all(len(set(line)) <= 1 for line in found)
+
+
+def test_of_several_runs_a_panel_shows_its_main_curves_first(
+    page: Any, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    names = ("first", "second")
+    for name in names:
+        path = make_run(tmp_path / "runs" / name)
+        more = {"ratio__sequence_log_abs_mean": 1e-3, "noise__log_ratio": 1e-7}
+        write_lines(path / "metrics.jsonl", [metrics(s, **more) for s in range(1, 13)])
+    open_dashboard(page, serve(tmp_path / "runs"))
+    draws(page, *names)
+    chart = page.locator(".chart", has=page.get_by_role("heading", name="Importance ratio"))
+    lines = chart.locator("path.line:not(.faint)")
+    entries = chart.locator(".legend .key button")
+    off = chart.locator(".legend .key button[aria-pressed=false]")
+    assert (entries.count(), off.count(), lines.count()) == (5, 2, 6)
+    off.last.click()
+    assert (off.count(), lines.count()) == (1, 8)
+    # What was chosen stays, and a single run shows all.
+    page.get_by_role("button", name="show only first").click()
+    page.wait_for_function("document.querySelectorAll('.legend .key button[aria-pressed=false]').length === 0")
+    assert lines.count() == 5
+    page.get_by_role("button", name="all", exact=True).click()
+    draws(page, *names)
+    assert (off.count(), lines.count()) == (1, 8)
 
 
 def test_step_times_use_the_width_of_their_card(page: Any, serve: Callable[..., Any], tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 In: a forward of a model with the attention of `packed_attention`. Out: for each layer, the window of the mask that the
 model built for it and the window that it passed as an option. Invariant: the window of a mask is read from its mask
 function at positions far beyond any window, so that a trial of a few tokens shows windows of thousands. Without a
-trial nothing is recorded, and masks are those of `sdpa`.
+trial nothing is recorded, and masks are those of `sdpa`. That holds for other threads, too, which may use models of
+their own during a trial.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +37,8 @@ class LayerWindows:
     """From the options of packed forwards."""
     masks: dict[int, tuple[Tensor, int | None]] = field(default_factory=dict)
     """Masks by the address of their memory. They are kept, so that no address is used twice."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread of the trial."""
 
 
 _observers: list[LayerWindows] = []
@@ -50,11 +54,17 @@ def observe_windows() -> Iterator[LayerWindows]:
         _observers.pop()
 
 
+def _observer() -> LayerWindows | None:
+    """What the trial of this thread records; None outside a trial."""
+    # The list comes first: compiled layers never ask for the thread then.
+    return _observers[-1] if _observers and _observers[-1].thread == threading.get_ident() else None
+
+
 def observe_layer(module: Any, mask: Tensor | None, window: int | None, *, packed: bool) -> None:
     """Record what a layer is given, in a trial."""
-    if not _observers:
+    seen = _observer()
+    if seen is None:
         return
-    seen = _observers[-1]
     if packed:
         seen.by_option[module] = window
     else:
@@ -64,11 +74,12 @@ def observe_layer(module: Any, mask: Tensor | None, window: int | None, *, packe
 
 def probed_mask(*args: Any, **options: Any) -> Tensor | None:
     """The masks of `sdpa`, as a mask function of transformers. In a trial, a mask is always built and recorded."""
-    if not _observers:
+    seen = _observer()
+    if seen is None:
         return sdpa_mask(*args, **options)
     mask = sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
     if mask is not None and "mask_function" in options:
-        _observers[-1].masks[mask.data_ptr()] = (mask, window_of(options["mask_function"]))
+        seen.masks[mask.data_ptr()] = (mask, window_of(options["mask_function"]))
     return mask
 
 

@@ -436,7 +436,7 @@ class PagedBatch:
             self._poll_finished(behind=0)
             cut = {s: row.limit for s, row in enumerate(self.rows) if row is not None and self._reached(row)}
             if cut:
-                # At once: the blocks may belong to another row in the next step.
+                # Immediately, because the blocks may belong to another row in the next step.
                 self.slots.state[LIVE, self._to_device(list(cut))] = 0
                 self._finish(cut)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gspo.activity import activity
 from gspo.learner.batch import TrainBatch
 from gspo.learner.forward import completion_logprobs
 from gspo.learner.loss_scale import INITIAL
@@ -132,30 +133,33 @@ def gram(
     balanced = False
     # The graph of the entropy costs memory, and few objectives need it.
     entropy = any(d.entropy_N is not None for d in directions)
-    for cpu_batch in batch.plan.updates[index]:
-        micro = cpu_batch.to(policy.device)
-        with batch.routing.learning(micro) as seen:
-            # Without the optimizer's buffer: `autograd.grad` would miss the gradient in it, and the next update of the
-            # replayed step would contain it.
-            logp_N, entropy_N = completion_logprobs(
-                policy.model, micro, batch.temperature, entropy_gradient=entropy, head_buffer=False
-            )
-            # Every backward pass keeps the graph, because all directions share this forward pass.
-            for row, direction in enumerate(directions):
-                outputs = [logp_N]
-                coefficients = [direction.logp_N[micro.at_N]]
-                if direction.entropy_N is not None:
-                    outputs.append(entropy_N)
-                    coefficients.append(direction.entropy_N[micro.at_N])
-                if any(bool(c.any()) for c in coefficients):  # all 0 if the whole micro-batch is clipped
-                    store.add(row, _weight_gradients(outputs, weights, coefficients))
-            auxiliary = batch.routing.balance_loss(micro, seen, index)
-            if isinstance(auxiliary, Tensor):
-                balanced = True
-                gradient = _weight_gradients([auxiliary], weights, [torch.ones_like(auxiliary)])
-                # In a row of its own: the balance loss is the same for all objectives and would pull their cosines
-                # together.
-                store.add(len(directions), gradient)
+    micros = batch.plan.updates[index]
+    with activity("gradients", total=len(micros) * len(directions), unit="backward passes") as doing:
+        for cpu_batch in micros:
+            micro = cpu_batch.to(policy.device)
+            with batch.routing.learning(micro) as seen:
+                # Without the optimizer's buffer: `autograd.grad` would miss the gradient in it, and the next update of
+                # the replayed step would contain it.
+                logp_N, entropy_N = completion_logprobs(
+                    policy.model, micro, batch.temperature, entropy_gradient=entropy, head_buffer=False
+                )
+                # Every backward pass keeps the graph, because all directions share this forward pass.
+                for row, direction in enumerate(directions):
+                    outputs = [logp_N]
+                    coefficients = [direction.logp_N[micro.at_N]]
+                    if direction.entropy_N is not None:
+                        outputs.append(entropy_N)
+                        coefficients.append(direction.entropy_N[micro.at_N])
+                    if any(bool(c.any()) for c in coefficients):  # all 0 if the whole micro-batch is clipped
+                        store.add(row, _weight_gradients(outputs, weights, coefficients))
+                    doing.done += 1
+                auxiliary = batch.routing.balance_loss(micro, seen, index)
+                if isinstance(auxiliary, Tensor):
+                    balanced = True
+                    gradient = _weight_gradients([auxiliary], weights, [torch.ones_like(auxiliary)])
+                    # In a row of its own: the balance loss is the same for all objectives and would pull their cosines
+                    # together.
+                    store.add(len(directions), gradient)
     inner = store.gram()
     return Gram(
         inner=inner[:-1, :-1],

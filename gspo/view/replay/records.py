@@ -214,6 +214,7 @@ def _conversation(line: Mapping[str, Any]) -> Conversation:
             reward=turn["reward"],
             calls=tuple(turn["calls"]),
             failed_calls=turn["failed_calls"],
+            other_format=turn.get("other_format", ""),
         )
         for turn in line["turns"]
     )

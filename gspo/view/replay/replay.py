@@ -18,6 +18,7 @@ from gspo.build import run_objective
 from gspo.context import LearnContext
 from gspo.errors import ConfigError
 from gspo.learner.batch import TrainBatch
+from gspo.record.progress import life_signs
 from gspo.view.replay.agreement import Agreement
 from gspo.view.replay.candidates import ALL, Candidate, SkippedObjective, candidates, for_rewards, without_reference
 from gspo.view.replay.measure import ReplayNumbers, measure
@@ -73,7 +74,8 @@ def replay(request: Request) -> int:
     """Replay a step, print the result and write the report."""
     from gspo.view.replay.report import as_text
 
-    result = compute(request)
+    with life_signs():
+        result = compute(request)
     print(as_text(result))
     page = written(request, result)
     print(f"\nPage:     {page}\nNumbers:  {page.parent / 'replay.json'}")

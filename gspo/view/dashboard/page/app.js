@@ -359,9 +359,10 @@ function stepSummary(row) {
 
 function groupRows(name, step, groups) {
   if (!groups.length) {
-    const why = "This step has no recorded completions (log.rollouts = false, or the file was deleted). "
-      + "The links to the previous and next step lead to steps that have some.";
-    return [node("p", { class: "soft" }, why)];
+    const why = "This step has no recorded completions (log.rollouts = false, or the file was deleted). ";
+    const others = state.view.previous || state.view.next
+      ? "The links to the previous and next step lead to steps that have some." : "No other step has any.";
+    return [node("p", { class: "soft" }, why + others)];
   }
   return groups.map((g) => {
     const [kind, label] = g.discarded ? ["out", "discarded: all completions have the same reward"]

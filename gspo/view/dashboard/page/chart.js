@@ -5,6 +5,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const COLORS = 7;
 const DASHES = ["", "6 3", "2 3", "9 3 2 3", "14 4", "9 3 2 3 2 3"];
 const MOST_VALUES = 8; // of a curve in a legend
+const MOST_CURVES = 3; // of each of several runs; the legend has the others, switched off
 const MARGIN = { left: 48, right: 10, top: 8, bottom: 20 };
 
 const INVISIBLE = new RegExp([
@@ -125,7 +126,8 @@ class Chart {
     const tool = { type: "button", class: "tool", "aria-pressed": String(this.log), title: "logarithmic axis" };
     this.logButton = node("button", { ...tool, onclick: () => this.toggleLog() }, "log");
     this.svg = node("svg:svg", { tabindex: 0, role: "img", "aria-label": panel.title });
-    this.hidden = new Set(); // labels of curves that the user has hidden
+    this.hidden = new Set(); // labels of curves that are not shown
+    this.chosen = new Set(); // labels of curves that the user has shown or hidden
     this.legend = node("div", { class: "legend", "aria-live": "off" });
     const what = node("p", { class: "soft what", hidden: true }, panel.what);
     const explain = () => {
@@ -144,6 +146,7 @@ class Chart {
   // view: {smooth, first, last}.
   update(series, marks, view) {
     Object.assign(this, { series, marks, view });
+    this.hideSome();
     this.buildLegend();
     const empty = this.panel.hide_zero && series.every((s) => s.y.every((v) => !v));
     this.root.hidden = !series.length || empty;
@@ -255,6 +258,15 @@ class Chart {
     return elements;
   }
 
+  // Of several runs, the first curves of a panel, which are its main ones. What the user has chosen stays.
+  hideSome() {
+    [...new Set(this.series.map((s) => s.label))].forEach((label, i) => {
+      if (this.chosen.has(label)) return;
+      if (this.several && i >= MOST_CURVES) this.hidden.add(label);
+      else this.hidden.delete(label);
+    });
+  }
+
   get visible() {
     return this.series.filter((s) => !this.hidden.has(s.label));
   }
@@ -278,7 +290,7 @@ class Chart {
 
   // One entry per curve of the panel. With several runs it has a value of each, marked with the color of the run.
   buildLegend() {
-    const key = this.series.map((s) => [s.run, s.label, s.color, s.dash].join()).join("|");
+    const key = this.series.map((s) => [s.run, s.label, s.color, s.dash, this.hidden.has(s.label)].join()).join("|");
     if (key === this.legendKey) return;
     this.legendKey = key;
     this.position = node("span", { class: "soft position", hidden: true });
@@ -293,6 +305,7 @@ class Chart {
     const dash = DASHES[own[0].dash % DASHES.length] || null;
     const sample = node("svg:line", { class: `line ${color}`, "stroke-dasharray": dash, x1: 0, x2: 24, y1: 5, y2: 5 });
     const toggle = () => {
+      this.chosen.add(label);
       if (this.hidden.has(label)) this.hidden.delete(label);
       else this.hidden.add(label);
       button.setAttribute("aria-pressed", String(!this.hidden.has(label)));

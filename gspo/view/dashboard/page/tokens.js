@@ -126,6 +126,7 @@ function turnHeading(turn, number, branch) {
   const facts = [`Turn ${number}: ${turn.end - turn.start} tokens`];
   if (turn.calls.length) facts.push(`calls ${turn.calls.join(", ")}`);
   if (turn.failed_calls) facts.push(`${turn.failed_calls} failed`);
+  if (turn.other_format) facts.push(`no call, but would be one in format ${turn.other_format}`);
   if (known(turn.reward)) facts.push(`reward ${format(turn.reward)}`);
   return facts.join(", ");
 }
@@ -180,11 +181,16 @@ class TokenView {
   applyColors() {
     const { tokens, clipped_tokens: clipped } = this.completion;
     const values = tokens.map((_, i) => (this.mode ? MODES[this.mode].of(this.completion, i) : null));
-    const most = Math.max(...values.map((v) => Math.abs(v ?? 0)), 1e-12);
+    const most = Math.max(...values.map((v) => Math.abs(v ?? 0)), 0);
     this.spans.forEach((span, i) => {
-      const level = values[i] === null ? 0 : Math.round((4 * values[i]) / most);
+      const level = values[i] && Math.round((4 * values[i]) / most);
       span.className = `tok${level ? ` t${level}` : ""}${clipped?.[i] ? " clip" : ""}`;
     });
+    // The first update of a batch has a ratio of exactly 1.
+    if (!most) {
+      this.scaleBar.replaceChildren("0 for every token");
+      return;
+    }
     const signed = this.mode === "ratio" || this.mode === "mismatch";
     const negative = this.mode === "surprise";
     const levels = signed ? [-4, -3, -2, -1, 0, 1, 2, 3, 4] : negative ? [-4, -3, -2, -1, 0] : [0, 1, 2, 3, 4];
