@@ -36,14 +36,15 @@ def measure(recipe: str, overrides: list[str]) -> str:
         context = build_run(config, objective, run=Path(folder), checkpoint=None, stack=stack)
         groups = collect(context, RolloutState(), clock=Clock()).rollouts.groups
         samples = train_samples(groups, objective, max_tokens=config.rollout.max_tokens)
-        batch = prepare_batch(context, samples, step=1, reuse_forward=False)
-        assert batch.rounding_N is not None, "the engine must share the learner's weights, without top-p or top-k"
-        noise = rounding_noise(objective, batch.tokens.sequences, batch.rounding_N)
+        batch = prepare_batch(context, samples, step=1, complete=True)
+        assert batch.only_rounding, "the engine must share the learner's weights, without top-p or top-k"
+        rounding_N = batch.old.log_rho_M  # of all tokens, because the batch is complete
+        noise = rounding_noise(objective, batch.tokens.sequences, rounding_N)
     assert noise is not None, f"{objective.name} has no clip range"
-    length = len(batch.rounding_N) / len(samples)
+    length = len(rounding_N) / len(samples)
     return (
         f"{config.model.dtype:<9} {len(samples):>5} completions of {length:.0f} tokens   per token "
-        f"{float(batch.rounding_N.abs().mean()):.1e}   log-ratio {noise.log_ratio:.1e}   "
+        f"{float(rounding_N.abs().mean()):.1e}   log-ratio {noise.log_ratio:.1e}   "
         f"beyond the clip range {noise.beyond_clip:.0%}   {time.monotonic() - started:.0f} s"
     )
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -26,6 +27,7 @@ from typing import IO, Any
 from gspo.commands.command import quiet_libraries
 from gspo.errors import ConfigError, EngineError
 from gspo.record.run_dir import replace_text
+from gspo.redact import known_secrets, redacted, redacted_values
 from gspo.serving.harness import HARNESSES, Endpoint, Findings, Harness
 from gspo.signals import exit_process
 
@@ -43,7 +45,10 @@ def add_harness_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tasks", help="the harness's tasks, separated by commas (with --harness)")
     group.add_argument(
-        "--harness-args", metavar="ARGS", default="", help="further arguments for the harness, in one text"
+        "--harness-args",
+        metavar="ARGS",
+        default="",
+        help='further arguments for the harness, in one text: --harness-args="--num_fewshot 5"',
     )
     group.add_argument(
         "--harness-command", metavar="PATH", help="the harness's program, if it is in another environment"
@@ -117,7 +122,8 @@ def run_harness(options: argparse.Namespace, overrides: list[str], *, unused: di
             "completions": server.batcher.completions,
             "results": [asdict(one) for one in findings.measurements],
         }
-        text = json.dumps(result, indent=2) + "\n"
+        # What was given as an argument may hold a key, such as that of a model that grades.
+        text = json.dumps(redacted_values(result, known_secrets(), by_name=False), indent=2) + "\n"
         replace_text(folder / _RESULT, text)
         if options.json:
             replace_text(Path(options.json), text)
@@ -167,7 +173,7 @@ def _folder(options: argparse.Namespace, stack: ExitStack) -> Path:
 
 def _run(command: list[str], more: dict[str, str], server: Any, log: Path) -> int:
     """Run the harness while this thread samples for it; its exit code."""
-    token = server.token.encode()
+    secrets = [server.token, *known_secrets()]
     before = signal.signal(signal.SIGTERM, exit_process)
     process = subprocess.Popen(
         command,
@@ -176,7 +182,7 @@ def _run(command: list[str], more: dict[str, str], server: Any, log: Path) -> in
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    copier = threading.Thread(target=_copy, args=(process.stdout, log, token), daemon=True)
+    copier = threading.Thread(target=_copy, args=(process.stdout, log, secrets), daemon=True)
     copier.start()
     try:
         server.work(until=lambda: process.poll() is not None)
@@ -192,16 +198,16 @@ def _run(command: list[str], more: dict[str, str], server: Any, log: Path) -> in
             process.wait()
 
 
-def _copy(out: IO[bytes] | None, log: Path, token: bytes) -> None:
-    """Show what the harness prints, and keep it."""
+def _copy(out: IO[bytes] | None, log: Path, secrets: Sequence[str]) -> None:
+    """Show what the harness prints, and keep it, without secrets."""
     assert out is not None
-    with log.open("wb") as kept:
+    with log.open("w", encoding="utf-8", newline="") as kept:
         for line in iter(out.readline, b""):
-            line = line.replace(token, b"[hidden]")
-            kept.write(line)
+            text = redacted(line.decode(errors="replace"), secrets)
+            kept.write(text)
             kept.flush()
             # A progress bar draws the same line many times.
-            print(line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2], file=sys.stderr, flush=True)
+            print(text.rstrip("\r\n").rpartition("\r")[2], file=sys.stderr, flush=True)
 
 
 def _findings(harness: Harness, name: str, folder: Path) -> Findings:

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gspo.model.gradient_checkpointing import checkpointed, is_checkpointed, without_checkpointing
+from gspo.model.kernel_bugs import warn_of_kernel_bug
 from gspo.model.kernels.experts import experts_forward, supports_experts
 from gspo.model.lm_head import bypass_head, lm_head
 from gspo.model.micro_batch import MicroBatch
@@ -84,6 +85,7 @@ def _try(model: Any, batch: MicroBatch) -> tuple[Forwards, str | None]:
         if out_of_memory(problem):
             _forwards.pop(model)  # tried again with a smaller micro-batch
             raise
+        warn_of_kernel_bug(problem, model, "training")
         return [], f"{name} does not compile ({type(problem).__name__}: {problem})".splitlines()[0]
     if not error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1):  # `not <=`: NaN must fail
         return [], f"{name} gives other results when compiled (off by {error:.2g} of their spread)"

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from gspo.model.kernel_bugs import warn_of_kernel_bug
 from gspo.model.kernels.attention_probe import UNKNOWN, LayerWindows, observe_windows
 from gspo.model.kernels.packed_attention import NAME, attention_kinds
 from gspo.model.micro_batch import MicroBatch, TokenSequence, micro_batch
@@ -71,6 +72,7 @@ def obstacle_to_packing(model: Any) -> str | None:
         error, layers = _trial(model)
     except Exception as problem:  # whatever fails inside foreign model code, the model cannot be packed
         model.set_attn_implementation(own)
+        warn_of_kernel_bug(problem, model, "packed sequences")
         return f"{name} cannot process packed sequences ({type(problem).__name__}: {problem})".splitlines()[0]
     # `not <=` also catches NaN. Lower precision rounds differently in another order of operations.
     if not error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1):

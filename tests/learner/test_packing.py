@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from packing_cases import CPU, DOUBLE, GROUPS, ROUND, ROWS, build_model, forward
 from patched_forward import patch_forward
 from torch import Tensor
 
+import gspo.model.kernels
 from gspo.config import Config
+from gspo.errors import KernelWarning
 from gspo.learner.forward import completion_logprobs, plan_logprobs
 from gspo.learner.plan import Plan, Positions, make_plan
 from gspo.learner.routing_replay import RecordedRouting
@@ -116,6 +120,24 @@ def test_the_trial_finds_a_model_that_ignores_positions(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(type(model.model), "forward", without_positions)
     assert "gives other logits for packed sequences" in str(obstacle_to_packing(model))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_failing_attention_kernel_is_reported_as_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fallback to padded sequences would hide it."""
+
+    def broken(*args: Any) -> Any:
+        raise ValueError("num_warps must be a power of 2")
+
+    name = "gspo.model.kernels.packed_attention_triton"
+    kernels = ModuleType(name)
+    kernels.__dict__["forward"] = FunctionType(broken.__code__, {"__name__": name, "ValueError": ValueError})
+    monkeypatch.setitem(sys.modules, name, kernels)
+    monkeypatch.setattr(gspo.model.kernels, "packed_attention_triton", kernels, raising=False)
+    monkeypatch.setattr(attention, "_kernels_support", lambda *args: True)
+    model = build_model("qwen3", head_dim=8)
+    with pytest.warns(KernelWarning, match="packed sequences fails for Qwen3ForCausalLM; please report"):
+        assert "num_warps" in str(obstacle_to_packing(model))
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo import config as settings
+from gspo.errors import KernelWarning
 from gspo.learner.forward import completion_logprobs
 from gspo.model import compiled_layers
 from gspo.model.gradient_checkpointing import recompute_activations
+from gspo.model.kernels import experts
+from gspo.model.kernels.experts import is_gated_experts
 from gspo.model.micro_batch import MicroBatch, micro_batch
 from gspo.model.packed_forward import supports_packing, trial_sequences
 from gspo.model.routing import find_routers
@@ -138,6 +142,21 @@ def test_a_model_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyP
     ):
         compiled_N, _ = gradients(again, batch_of(again))
     assert torch.equal(compiled_N, plain_N)
+
+
+def test_a_failing_kernel_is_reported_as_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fallback to layers as they are would hide it."""
+
+    def broken(*args: Any) -> Any:
+        raise ValueError("num_warps must be a power of 2")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(compiled_layers, "supports_experts", is_gated_experts)
+    monkeypatch.setattr(experts, "_kernels", FunctionType(broken.__code__, vars(experts)))
+    model = build("qwen3_moe")
+    compiled_layers.request_compilation(model, "on")
+    with pytest.warns(KernelWarning, match="training fails for Qwen3MoeForCausalLM; please report"):
+        assert not compiled_layers.prepare_layers(model, batch_of(model))
 
 
 def test_a_model_that_compiles_to_something_else_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

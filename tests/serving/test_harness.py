@@ -35,7 +35,7 @@ body = json.dumps({{"model": name, "prompt": ["1+1=", "2+2="], "max_tokens": 1, 
 headers = {{"Authorization": f"Bearer {{key}}", "Content-Type": "application/json"}}
 request = urllib.request.Request(f"{{address}}/completions", body.encode(), headers)
 choices = json.load(urllib.request.urlopen(request))["choices"]
-print("my key is", key)
+print("my key is", key, *(a for a in arguments if a.startswith("--grader")))
 assert key not in " ".join(arguments)
 share = sum(choice["logprobs"]["token_logprobs"][1] < 0 for choice in choices) / 2
 if "eval" in arguments:
@@ -96,6 +96,18 @@ def test_what_lm_eval_finds_is_kept_in_the_run(
     # The token of the server is nowhere.
     assert "my key is [hidden]" in printed.err
     assert (folder / "output.log").read_text() == "my key is [hidden]\n"
+
+
+def test_a_key_that_a_harness_is_given_is_in_no_file(
+    model: str, program: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADER_API_KEY", "known-to-nobody")
+    options = ["--harness-dir", str(tmp_path / "kept"), "--harness-args=--grader=known-to-nobody"]
+    assert measure(model, "lm-eval", program, *options) == 0
+    texts = [file.read_text() for file in (tmp_path / "kept").rglob("*") if file.is_file()]
+    assert not any("known-to-nobody" in text for text in [*texts, *capfd.readouterr()])
+    assert json.loads((tmp_path / "kept" / "result.json").read_text())["arguments"] == ["--grader=[hidden]"]
+    assert "--grader=[hidden]" in (tmp_path / "kept" / "output.log").read_text()
 
 
 def test_what_inspect_finds_about_a_model_is_written_where_asked(model: str, program: str, tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ cache is used. Shape suffixes as in `engines/local.py`.
 from __future__ import annotations
 
 import inspect
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,10 +18,9 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 
-from gspo.errors import KernelWarning
+from gspo.model.kernel_bugs import warn_of_kernel_bug
 from gspo.model.kernels.packed_attention import NAME, attention_kinds
 from gspo.model.micro_batch import padded
-from gspo.model.out_of_memory import out_of_memory
 from gspo.model.routing import Routers
 from gspo.rollout.engine import eval_mode
 from gspo.rollout.local.prefixes import KeptPrefix, Pairs
@@ -550,21 +547,12 @@ def obstacle_in_trial(model: Any, open_trial: TrialDecoder) -> str | None:
     try:
         error = _trial(model, open_trial)
     except Exception as problem:  # whatever fails inside the model's own code, the decoder cannot be used
-        if _inside_kernels(problem):
-            warnings.warn(
-                f"a kernel of engine 'local' fails for {name}; please report this bug", KernelWarning, stacklevel=2
-            )
+        warn_of_kernel_bug(problem, model, "sampling")
         return f"{name} cannot use the engine's cache ({type(problem).__name__}: {problem})".splitlines()[0]
     precise = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
     if not error <= (1e-3 if precise else 0.1):  # `not <=`: NaN must fail
         return f"{name} computes different logits with the engine's cache (off by {error:.2g} of their spread)"
     return None
-
-
-def _inside_kernels(problem: Exception) -> bool:
-    """Whether one of our own kernels raised the error. Then the fallback to the slow path would hide a bug."""
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(problem.__traceback__))
-    return not out_of_memory(problem) and any(name.startswith("gspo.rollout.local.kernels") for name in modules)
 
 
 @torch.no_grad()
