@@ -201,6 +201,7 @@ def _from_data(context: RunContext, display: Display) -> _Lessons:
     ]
     counts = {"demonstrations": len(usable)} | {name: n for name in FAULTS if (n := faults.count(name))}
     _report(tried, faults, counts, display)
+    display.message(f"cold start: {len(fresh)} other training problems measure its accuracy")
     _check_template(context, [p for (p, _), fault in zip(tried, faults, strict=True) if not fault], display)
     if not usable:
         found = "; ".join(f"{n} {FAULTS[name]}" for name, n in counts.items() if name in FAULTS)

@@ -83,7 +83,7 @@ class Outcome:
     before: Estimate | None
     """Held-out accuracy at step 0, if this process measured it or the run directory has it."""
     after: Estimate | None
-    greedy: tuple[float, float] | None
+    greedy: tuple[Estimate, Estimate] | None
     """Greedy accuracy at the start and at the end."""
     reward: tuple[MeanEstimate, MeanEstimate] | None
     """Mean held-out reward at the start and at the end; None if it was not measured or equals the accuracy."""
@@ -355,7 +355,7 @@ def _how_to_save_memory(run: RunDir, config: Config) -> str:
     return f"lower {' or '.join(options)}, then: {resume_command(run.path)}"
 
 
-def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[float, float] | None, int]:
+def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tuple[Estimate, Estimate] | None, int]:
     """(before, after, greedy, step): held-out accuracy at the first and the last evaluation in a run directory, the
     pair for greedy decoding, and the step of the last evaluation."""
     records = [r for r in read_metrics(run) if r.get("eval/accuracy") is not None]
@@ -365,8 +365,14 @@ def held_out_accuracy(run: Path) -> tuple[Estimate | None, Estimate | None, tupl
     before, after = (
         Estimate(value=r["eval/accuracy"], low=r["eval/accuracy_low"], high=r["eval/accuracy_high"]) for r in ends
     )
-    first, last = (r.get("eval/accuracy_greedy") for r in ends)
-    return before, after, None if first is None or last is None else (first, last), records[-1]["step"]
+    first, last = (_greedy(r) for r in ends)
+    return before, after, (first, last) if first and last else None, records[-1]["step"]
+
+
+def _greedy(record: Mapping[str, Any]) -> Estimate | None:
+    """The accuracy of greedy decoding; None if it was not measured, or by a version that recorded no interval."""
+    value, low, high = (record.get(f"eval/accuracy_greedy{end}") for end in ("", "_low", "_high"))
+    return None if value is None or low is None or high is None else Estimate(value=value, low=low, high=high)
 
 
 def held_out_rewards(run: Path) -> tuple[MeanEstimate, MeanEstimate] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
@@ -57,7 +58,9 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "step 2/2" in done.stdout
     assert "Finished 2 steps in" in done.stdout
     assert "Held-out accuracy" in done.stdout
+    assert re.search(r"greedy  \S+ \[\S+, \S+\] before, \S+ \[\S+, \S+\] after", done.stdout)
     assert f"Run directory:  {run}" in done.stdout
+    assert f"Look at it:     gspo watch {run}" in done.stdout
     return run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -164,6 +165,7 @@ def test_demonstrations_that_cannot_be_used_are_left_out_and_counted(
         assert message.startswith(f"warning: {counts[name]} of ")
     (message,) = [m for m in display.messages if "are trained on" in m]
     assert f"{counts['demonstrations']} of {sum(counts.values())} demonstrations" in message
+    assert any(re.search(r"[1-9]\d* other training problems measure its accuracy", m) for m in display.messages)
 
 
 @pytest.mark.parametrize(

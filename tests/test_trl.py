@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from transformers import TrainerCallback
 
 from gspo.errors import ConfigError
 from gspo.trl import GRPOConfig, GRPOTrainer
@@ -35,8 +38,6 @@ def arguments(tmp_path: Path, **changed: Any) -> dict[str, Any]:
 
 
 def test_a_script_trains_and_reads_its_state(tmp_path: Path) -> None:
-    from transformers import TrainerCallback
-
     class Once(TrainerCallback):
         logs: ClassVar[dict[str, float]] = {}
 
@@ -61,6 +62,16 @@ def test_a_script_trains_and_reads_its_state(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").num_parameters() > 0
+
+
+def test_a_script_that_a_signal_stops_says_how_to_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = GRPOTrainer(**arguments(tmp_path, disable_tqdm=False), callbacks=[Stop()])
+    assert trainer.train().global_step == 2
+    assert "train(resume_from_checkpoint=True) continues the run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 import traceback
@@ -237,6 +238,7 @@ def _report(outcome: Outcome) -> int:
     if outcome.picture:
         print(f"Picture:        {outcome.picture}")
     print(f"Run directory:  {outcome.run}")
+    print(f"Look at it:     gspo watch {shlex.quote(str(outcome.run))}")
     # The exit code that shells give to a process that a signal ended.
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
@@ -250,7 +252,7 @@ def _report_accuracy(outcome: Outcome) -> None:
         print(f"  before  {outcome.before}")
         print(f"  after   {outcome.after}   ({gain:+.1f} points)")
         if outcome.greedy:
-            print(f"  greedy  {outcome.greedy[0]:.1%} before, {outcome.greedy[1]:.1%} after")
+            print(f"  greedy  {outcome.greedy[0]} before, {outcome.greedy[1]} after")
     if outcome.reward and not outcome.evaluated_at:
         print(f"Mean held-out reward: {outcome.reward[0]}")
     elif outcome.reward:

@@ -64,6 +64,9 @@ def obstacle_to_packing(model: Any) -> str | None:
     own = model.config._attn_implementation
     if kinds is None:
         return f"{name} has layers other than full and sliding-window attention"
+    # Not every config says so (RecurrentGemma), and in 16 bits the trial may take such an error for rounding.
+    if getattr(model, "_is_stateful", False):
+        return f"{name} has recurrent layers, whose states would pass from one sequence to the next"
     if not getattr(model, "_supports_attention_backend", False):
         return f"the attention of {name} cannot be replaced"
     if own not in ("eager", "sdpa", NAME):

@@ -41,7 +41,11 @@ def eval_metrics(evaluation: Evaluation, name: str = "") -> dict[str, Any]:
         f"{family}/length_mean": evaluation.mean_length,
     }
     if evaluation.greedy is not None:
-        metrics[f"{family}/accuracy_greedy"] = evaluation.greedy.value
+        metrics |= {
+            f"{family}/accuracy_greedy": evaluation.greedy.value,
+            f"{family}/accuracy_greedy_low": evaluation.greedy.low,
+            f"{family}/accuracy_greedy_high": evaluation.greedy.high,
+        }
     return metrics
 
 

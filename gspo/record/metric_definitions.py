@@ -1393,6 +1393,21 @@ METRICS = (
         reduction=Reduction.SAME,
         panels=("learning",),
         label="held-out, greedy",
+        band=("eval/accuracy_greedy_low", "eval/accuracy_greedy_high"),
+    ),
+    Metric(
+        "eval/accuracy_greedy_low",
+        "Lower end of its 95 % interval (Wilson, over problems).",
+        present="evaluation, with `eval.greedy`",
+        unit="share",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/accuracy_greedy_high",
+        "Upper end of its 95 % interval.",
+        present="evaluation, with `eval.greedy`",
+        unit="share",
+        reduction=Reduction.SAME,
     ),
     Metric(
         "eval/NAME/accuracy",
@@ -1421,6 +1436,20 @@ METRICS = (
     Metric(
         "eval/NAME/accuracy_greedy",
         "The same accuracy with one greedy completion per problem.",
+        present="evaluation, with `eval.sets` or `data.mix`, and `greedy`",
+        unit="share",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/NAME/accuracy_greedy_low",
+        "Lower end of its 95 % interval (Wilson, over problems).",
+        present="evaluation, with `eval.sets` or `data.mix`, and `greedy`",
+        unit="share",
+        reduction=Reduction.SAME,
+    ),
+    Metric(
+        "eval/NAME/accuracy_greedy_high",
+        "Upper end of its 95 % interval.",
         present="evaluation, with `eval.sets` or `data.mix`, and `greedy`",
         unit="share",
         reduction=Reduction.SAME,

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from made_runs import copy_of, digest, make_run
+from torch.nn.modules.module import register_module_forward_hook
 
 from gspo import objective_names
+from gspo.activity import current
 from gspo.cli import main
 from gspo.record.run_dir import lock
 from gspo.view.replay.replay import Request, compute
@@ -46,6 +48,20 @@ def written(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         assert main(["replay", str(run), "--step", "2", *sweeps, "-o", str(out)]) == 0
     holder.close()
     return out, "\n".join(printed), before == digest(run)
+
+
+def test_a_replay_says_what_it_computes(run: Path, tmp_path: Path) -> None:
+    seen: set[str] = set()
+
+    def look(*_: object) -> None:
+        seen.update(f"{one.name} of {one.total} {one.unit}" for path in current() for one in path)
+
+    handle = register_module_forward_hook(look)
+    try:
+        assert main(["replay", str(run), "--step", "2", "--objectives", "gspo,grpo", "-o", str(tmp_path / "out")]) == 0
+    finally:
+        handle.remove()
+    assert any(text.startswith("gradients of ") and text.endswith(" backward passes") for text in seen)
 
 
 def test_a_locked_run_directory_is_replayed_and_not_changed(written: tuple[Path, str, bool]) -> None:
