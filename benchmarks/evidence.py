@@ -65,6 +65,7 @@ RANGES = {
 }
 RATES = {5e-5: "+learner.learning_rate=5e-5", 1.5e-4: "", 5e-4: "+learner.learning_rate=5e-4"}
 """The recipe's own range and rate have no option, so that the arm is the `gspo` of the other questions."""
+OWN_RANGE = "3e-3/4e-3"
 RANGE_RATES = (1.5e-4, 5e-4)
 RANGE_CELLS = {(name, rate): GSPO + low + RATES[rate] for rate in RANGE_RATES for name, low in RANGES.items()}
 GROUPS = {
@@ -165,13 +166,13 @@ def written_problems(out: Path) -> Path:
 def tuning(results: Results) -> Figure:
     """Accuracy of the tuning seed by learning rate."""
     tuned = Results(arms=results.arms, seeds=[TUNING_SEED])
-    header("objective", *(f"{rate:g}" for rate in RATES))
+    header("objective", *(f"{short(rate)}" for rate in RATES))
     figure, axis = panels(1)
     for number, (label, name) in enumerate(TUNED.items()):
         values = [[*tuned.ends(label + rate).values()] for rate in RATES.values()]
         row(name, *(shown(v) for v in values))
         dots(axis, number, name, values, len(TUNED))
-    axis.set_xticks(range(len(RATES)), [f"{rate:g}" for rate in RATES])
+    axis.set_xticks(range(len(RATES)), [f"{short(rate)}" for rate in RATES])
     axis.set_xlabel(f"learning rate, seed {TUNING_SEED}")
     accuracy_axis(axis)
     legend(axis, 8)
@@ -219,19 +220,24 @@ def against_first(results: Results, arms: Mapping[str, str]) -> Figure:
             plain([run.step for run in runs.values()], "{:.0f}"),
             shown(results.late(label, "clip/fraction_tokens")),
         )
-    figure, axis = panels(1, height=1.2 + 0.4 * len(arms))
-    names = list(arms.values())[1:]
-    for at, label in enumerate(list(arms)[1:]):
-        after = results.ends(label)
-        points = [100 * (after[seed] - baseline[seed]) for seed in after if seed in baseline]
+    return differences(
+        {name: (baseline, results.ends(label)) for label, name in arms.items() if label != first}, "GRPO"
+    )
+
+
+def differences(pairs: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]], baseline: str) -> Figure:
+    """Accuracies that a baseline and an arm end with, by seed, as differences: their mean, and a point per seed."""
+    figure, axis = panels(1, width=8, height=1.2 + 0.4 * (1 + len(pairs)))
+    for at, (base, after) in enumerate(pairs.values()):
+        points = [100 * (after[seed] - base[seed]) for seed in after if seed in base]
         if mean := over_seeds(points):
             reach = 0.0 if mean.high is None else mean.high - mean.value
             axis.errorbar(mean.value, at, xerr=reach, marker="o", capsize=3, color=style(0)["color"])
             axis.scatter(points, [at] * len(points), s=9, color="0.5")
     axis.axvline(0, color="0.3", linewidth=0.8)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_xlabel("points of held-out accuracy against GRPO, paired by seed, with 95 % interval")
+    axis.set_yticks(range(len(pairs)), list(pairs))
+    axis.set_ylim(len(pairs) - 0.5, -0.5)
+    axis.set_xlabel(f"points against {baseline}, paired by seed, 95 % interval")
     return figure
 
 
@@ -242,26 +248,15 @@ def ranges(results: Results) -> Figure:
     grid(cells, lambda label: plain([min([*results.ends(label).values()], default=None)], "{:.1%}"))
     print("\nClipped tokens, last quarter\n")
     grid(cells, lambda label: shown(results.late(label, "clip/fraction_tokens")))
-    print("\nPoints against the first range at the same rate, paired\n")
-    first = next(iter(RANGES))
-    grid(
-        {(name, rate): (first, name, rate) for name, rate in cells if name != first},
-        lambda key: change(results.ends(cells[key[0], key[2]]), results.ends(cells[key[1], key[2]])),
-    )
-    figure, axis = panels(1)
-    for number, name in enumerate(RANGES):
-        dots(
-            axis,
-            number,
-            f"clip range {name}",
-            [[*results.ends(cells[name, rate]).values()] for rate in RANGE_RATES],
-            len(RANGES),
-        )
-    axis.set_xticks(range(len(RANGE_RATES)), [f"{rate:g}" for rate in RANGE_RATES])
-    axis.set_xlabel("learning rate")
-    accuracy_axis(axis)
-    legend(axis, 8)
-    return figure
+    print(f"\nPoints against {OWN_RANGE} at the same rate, paired\n")
+    pairs = {
+        (name, rate): (results.ends(cells[OWN_RANGE, rate]), results.ends(cells[name, rate]))
+        for name, rate in cells
+        if name != OWN_RANGE
+    }
+    grid(pairs, lambda pair: change(*pair))
+    measured = {f"{name} at {short(rate)}": pair for (name, rate), pair in pairs.items() if pair[1]}
+    return differences(measured, OWN_RANGE)
 
 
 def groups(results: Results) -> Figure:
@@ -278,12 +273,9 @@ def groups(results: Results) -> Figure:
             shown([statistics.fmean(run.values("groups/uniform_fraction")) for run in results.runs(label).values()]),
             shown(results.late(label, "clip/fraction_tokens")),
         )
-    figure, axis = panels(1)
-    dots(axis, 0, "", [[*results.ends(label).values()] for label in GROUPS.values()], 1)
-    axis.set_xticks(range(len(GROUPS)), [str(size) for size in GROUPS])
-    axis.set_xlabel("completions per prompt, at 128 completions per step")
-    accuracy_axis(axis)
-    return figure
+    return differences(
+        {f"groups of {size}": (base, results.ends(label)) for size, label in GROUPS.items() if size != 8}, "groups of 8"
+    )
 
 
 def lengths(results: Results) -> Figure:
@@ -360,9 +352,15 @@ def row(*cells: str) -> None:
 
 def grid(cells: Mapping[tuple[str, float], object], shows: Callable[..., str]) -> None:
     """A row per clip range, a column per learning rate."""
-    header("clip range", *(f"{rate:g}" for rate in RANGE_RATES))
+    header("clip range", *(f"{short(rate)}" for rate in RANGE_RATES))
     for name in dict.fromkeys(name for name, _ in cells):
         row(name, *(shows(cells[name, rate]) for rate in RANGE_RATES))
+
+
+def short(rate: float) -> str:
+    """A learning rate as the page writes it: 1.5e-4."""
+    digits, exponent = f"{rate:.1e}".split("e")
+    return f"{digits.removesuffix('.0')}e{int(exponent)}"
 
 
 def plain(values: Sequence[float | None], form: str) -> str:

@@ -66,6 +66,13 @@ ERRORS: list[tuple[str, tuple[str, ...], str]] = [
     ),
     (GOOD, ("--temperature=2",), "command line: unknown setting temperature; did you mean rollout.temperature"),
     (GOOD, ("--rollout.zzz=2",), "unknown setting rollout.zzz; known here: engine"),
+    (
+        GOOD,
+        ("--learner.expert_parallel=2",),
+        "unknown setting learner.expert_parallel; not available, because gradients were wrong in one layout",
+    ),
+    (GOOD, ("--model.tensor_parallel_size=2",), "unknown setting model.tensor_parallel_size; not implemented; several"),
+    (GOOD, ("--ranks.cpu_offload=true",), "not available; learner.optimizer_offload works in a single process"),
     (GOOD, ("--rollout.prompts=many",), "rollout.prompts must be a whole number, not 'many'"),
     (GOOD, ("--rollout.prompts=2.5",), "rollout.prompts must be a whole number"),
     (GOOD, ("--rollout.prompts=true",), "rollout.prompts must be a whole number"),

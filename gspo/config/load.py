@@ -274,12 +274,24 @@ def _example(cls: type, key: str) -> str:
     return f"{key}.{dataclasses.fields(cls)[0].name}"
 
 
+_SHARDED = "several ranks share the weights instead (gspo train --nproc N)"
+_NOT_AVAILABLE = {
+    "expert_parallel": "not available, because gradients were wrong in one layout of transformers; " + _SHARDED,
+    "tensor_parallel": "not implemented; " + _SHARDED,
+    "pipeline_parallel": "not implemented; " + _SHARDED,
+    "cpu_offload": "not available; learner.optimizer_offload works in a single process",
+}
+"""How other systems distribute a model, and why this one does not (docs/scale.md)."""
+
+
 def _hint(key: str, prefix: str, names: Sequence[str], value: Any) -> str:
     everywhere = [k for k, *_ in help_texts()]
     # A right key in the wrong section is the most helpful suggestion.
     elsewhere = [k for k in everywhere if k.rsplit(".", 1)[-1] == key]
     if not elsewhere and (about := explain(prefix + key, value)):
         return f"; {about}"
+    if refused := next((why for name, why in _NOT_AVAILABLE.items() if key.startswith(name)), ""):
+        return f"; {refused} (docs/scale.md)"
     close = elsewhere or [prefix + n for n in difflib.get_close_matches(key, names, n=1)]
     close = close or difflib.get_close_matches(prefix + key, everywhere, n=1, cutoff=0.8)
     return f"; did you mean {' or '.join(close)}?" if close else f"; known here: {', '.join(names)}"

@@ -65,10 +65,16 @@ class TokenTree:
 
     def _longest(self, ids: Sequence[int]) -> tuple[int, int]:
         """The branch with the longest common prefix, and the length of that; the latest of equals."""
-        lengths = [self._common(path, ids) for path in self._paths]
+        lengths: list[int] = []
+        for branch, path in zip(self._branches, self._paths, strict=True):
+            before = lengths[branch.parent] if branch.parent >= 0 else 0
+            # What differs from the parent before the branch begins differs from the branch, too, at the same place. So
+            # each token is compared about once, however many branches share it.
+            lengths.append(before if before < branch.shared else self._common(path, ids, branch.shared))
         parent = max(range(len(lengths)), key=lambda i: (lengths[i], i))
         return parent, lengths[parent]
 
-    def _common(self, path: Sequence[int], ids: Sequence[int]) -> int:
+    def _common(self, path: Sequence[int], ids: Sequence[int], start: int) -> int:
+        """The length of the common prefix, of which the first `start` tokens are known to be equal."""
         most = min(len(path), len(ids))
-        return next((i for i in range(most) if self._ids[path[i]] != ids[i]), most)
+        return next((i for i in range(start, most) if self._ids[path[i]] != ids[i]), most)

@@ -123,6 +123,46 @@ def zip_equal(a: tuple[int, ...], b: tuple[int, ...]) -> Any:
         yield x
 
 
+class _Read(list[int]):
+    """Tokens that count how often they are read."""
+
+    count = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.count += isinstance(at, int)
+        return super().__getitem__(at)
+
+
+def test_a_fork_shares_the_longest_prefix_and_reads_no_token_for_every_branch() -> None:
+    """As in a game of 60 turns whose template drops the thinking of each turn."""
+    rng = random.Random(0)
+    tree = TokenTree([1, 2])
+    paths = [[1, 2]]
+    kept = [1, 2]
+    for turn in range(60):
+        thought, said = [rng.randrange(3) for _ in range(6)], [rng.randrange(3) for _ in range(3)]
+        tree.extend(thought + said)
+        paths[-1] += thought + said
+        # Now and then, the template drops an old message, too.
+        kept = [*(kept if turn % 7 else [1, 2, *kept[5:]]), *said, 9]
+        longest = max(_shared(path, kept) for path in paths)
+        latest = max(i for i, path in enumerate(paths) if _shared(path, kept) == longest)
+        read = _Read(kept)
+        new = tree.fork(read)
+        assert new == len(kept) - longest
+        if latest < len(paths) - 1 or longest < len(paths[-1]):
+            paths.append(list(kept))
+            assert (tree.branches[-1].parent, tree.branches[-1].shared) == (latest, longest)
+        else:
+            paths[-1] = list(kept)
+        assert read.count <= len(kept) + 4 * len(paths)
+        assert list(tree.context) == kept
+
+
+def _shared(path: list[int], ids: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(path, ids, strict=False)) if a != b), min(len(path), len(ids)))
+
+
 def test_a_template_that_drops_thinking_forks_the_conversation(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TOKENIZER, "chat_template", DROPS)
     with conversations(thoughts, echo, rows({"prompt": "q"})) as (engine, below, prompts):

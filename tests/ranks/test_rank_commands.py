@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from ends import same_end
 from forked_ranks import LIMIT_S, SETTINGS, ForkedRanks, write_recipe
 from processes import descendants, is_running
 from tiny_runs import tiny_config
 
 from gspo.cli import main
+from gspo.errors import ConfigError
 from gspo.ranks import launch
+from gspo.ranks.group import Ranks
+from gspo.ranks.start import check_device
 from gspo.record.run_dir import read_jsonl
 
 Golden = Callable[[int], Path]
@@ -111,6 +115,17 @@ def test_a_wrong_launch_is_a_clear_error(
         monkeypatch.setenv(name, value)
     assert main(["train", str(write_recipe(tiny_config(tmp_path))), *arguments]) == 1
     assert capsys.readouterr().err.startswith(f"gspo: {message}")
+
+
+def test_several_ranks_on_gpus_are_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GSPO_UNTESTED_NCCL", raising=False)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    check_device(gpu, Ranks())
+    check_device(cpu, Ranks(count=2))
+    with pytest.raises(ConfigError, match=r"2 ranks on cuda have never been tried.*benchmarks/ranks_gpu\.py"):
+        check_device(gpu, Ranks(count=2))
+    monkeypatch.setenv("GSPO_UNTESTED_NCCL", "1")
+    check_device(gpu, Ranks(count=2))
 
 
 def test_a_number_of_ranks_that_is_no_number_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
