@@ -45,12 +45,11 @@ def collect(context: RunContext, start: RolloutState, *, clock: Clock, version: 
     engine, rollout = context.engine, context.config.rollout
     version = context.optimizer.updates if version is None else version
     decoded_before = engine.decoded
-    keep = partial(keeps_group, context.objective)
     gatherer = Gatherer(
         want=rollout.prompts,
         budget=rollout.refill_budget,
         start=start,
-        keep=keep,
+        keep=partial(keeps_group, context.objective),
         patience=len(context.problems.train),  # a whole pass over the data
         max_unscored=context.config.reward.max_unscored_fraction,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sampling_stand_in import stand_in
 
 from gspo import config as settings
 from gspo.cli import main
@@ -28,6 +29,9 @@ def shorter(prompts, completions, **columns):
 def always(prompts, completions, **columns):
     return [1.0 for c in completions]
 """
+
+
+REFILLED = ("objective.keep=mixed", "rollout.refill_budget=2")
 
 
 @pytest.fixture
@@ -202,11 +206,14 @@ def test_a_run_reports_sources_and_sets(mixed: Callable[..., Config], display: A
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("objective.keep=mixed", "rollout.refill_budget=2")], ids=["all groups", "refilled groups"]
+    "overrides",
+    [(), REFILLED, (*REFILLED, "rollout.max_lag=2")],
+    ids=["all groups", "refilled groups", "sampled ahead"],
 )
 def test_difficulty_is_measured_and_a_resume_is_byte_identical(
-    overrides: tuple[str, ...], mixed: Callable[..., Config], display: Any
+    overrides: tuple[str, ...], mixed: Callable[..., Config], display: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stand_in(monkeypatch)
     overrides = (*overrides, "data.sampling=difficulty", "steps=6")
     whole, cut = mixed(*overrides, run_dir="whole"), mixed(*overrides, run_dir="cut")
     train(whole, display)

@@ -66,7 +66,7 @@ class RunEnvironment:
                     seen.append(self._instructed(prompt, content))
                 except DataError as error:
                     raise DataError(f"problem {prompt.id}: {error}") from None
-            rendered = render_all(seen, tokenizer, chat=self._config.data.chat, tools=self.host.tools)
+            rendered = render_all(seen, tokenizer, chat=self._config.data.chat, tools=self._shown_tools)
             for prompt, one in zip(chunk, rendered, strict=True):
                 if isinstance(one, DataError):
                     raise DataError(f"problem {prompt.id}: {one}")
@@ -86,7 +86,8 @@ class RunEnvironment:
         template = ObservationTemplate(
             policy.tokenizer,
             policy.stop_ids,
-            self.host.tools,
+            self._shown_tools,
+            answers_calls=bool(self.host.tools),
             chat=self._config.data.chat,
             rewritten=settings.rewritten_history,
             turns=settings.max_turns,
@@ -101,6 +102,11 @@ class RunEnvironment:
             instruct=self._instructed,
             positions=policy.position_limit,
         )
+
+    @property
+    def _shown_tools(self) -> list[dict[str, Any]]:
+        """The schemas that the chat template gets. It would teach calls of another form than blocks of code."""
+        return [] if self._config.environment.tool_format == "code_block" else self.host.tools
 
     def close(self) -> None:
         """End the process."""

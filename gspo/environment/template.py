@@ -78,14 +78,17 @@ class ObservationTemplate:
         stop_ids: Sequence[int],
         tools: Sequence[dict[str, Any]],
         *,
+        answers_calls: bool = False,
         chat: Chat = "auto",
         rewritten: str = "branch",
         turns: int = 8,
     ) -> None:
+        """`tools`: the schemas that the template gets. `answers_calls`: whether there are tools without them, too."""
         self.tokenizer = tokenizer
         self.end_id = stop_ids[0]
         """The token that ends a turn in a demonstration."""
         self._tools = list(tools)
+        self._answers_calls = answers_calls
         self._chat = chat
         self._tokens = TemplateTokens(tokenizer)
         self._changed_before: set[str] = set()
@@ -186,7 +189,7 @@ class ObservationTemplate:
     def _try(self, rewritten: str, turns: int) -> None:
         """Raise before the run starts if observations cannot be written, or if the template rewrites earlier turns and
         may not."""
-        roles = ["tool", "user"] if self._tools else ["user"]
+        roles = ["tool", "user"] if self._tools or self._answers_calls else ["user"]
         turn = {"role": "assistant", "content": f"{_THINKING}A remark."}
         observed = {role: _identified({"role": role, "content": "So.", **self._named(role)}) for role in roles}
         begun: list[str | Messages] = [[_ASKED]]
@@ -205,7 +208,7 @@ class ObservationTemplate:
         self._after_turn([observed[roles[0]]], "")
 
     def _named(self, role: str) -> dict[str, str]:
-        return {"name": self._tools[0]["function"]["name"]} if role == "tool" else {}
+        return {"name": self._tools[0]["function"]["name"]} if role == "tool" and self._tools else {}
 
     def _changes(self, observed: dict[str, Any], beginning: str, whole: str, turns: int) -> bool:
         """Whether a conversation differs from its turns and observations, written one after the other."""

@@ -15,6 +15,7 @@ import pytest
 from conversations import END, TOKENIZER, conversations, rows, sample, written
 
 from gspo.environment.rewards import ConversationRewards
+from gspo.environment.tool_calls import ToolCall, write
 from gspo.errors import ConfigError
 from gspo.types import Completion, ConversationEnd, Score, Status
 
@@ -419,3 +420,24 @@ def test_what_is_judged_at_the_end_belongs_to_the_last_turn(own: str, judged: st
     assert done[0].sampled_count == 4
     assert score.reward == float(judged) - 0.5
     assert score.step_rewards == ((1, -0.5), (3, float(judged)))
+
+
+@pytest.mark.parametrize("style", ["hermes", "code_block"])
+def test_schemas_are_in_the_prompt_unless_calls_are_blocks_of_code(
+    style: str, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With them, a template teaches calls of its own form."""
+    teaching = "{% if tools %}There are {{ tools | length }} tools.{% endif %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", teaching + str(TOKENIZER.chat_template))
+    call = write(style, ToolCall(name="half", arguments={"number": 8}))
+
+    def answer(content: str, key: str) -> str:
+        return "so 4" if content == call else call
+
+    changes = {"tool_format": style}
+    with conversations(answer, f"{own}:Tools", rows({"prompt": "x"}), **changes) as (engine, _, prompts):
+        (done,) = sample(engine, prompts)
+    assert ("There are 1 tools." in prompts[0].text) == (style == "hermes")
+    assert "<tool>4" in done.text
+    assert done.conversation is not None
+    assert [turn.calls for turn in done.conversation.turns] == [("half",), ()]
