@@ -118,6 +118,17 @@ def test_models_that_cannot_read_packed_sequences_warn_once(build: Callable[[], 
         assert not supports_packing(model)  # no second warning
 
 
+def test_a_model_whose_eager_attention_overflows_is_packed() -> None:
+    model = build_model("qwen2", torch.float16)
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            torch.nn.init.constant_(projection.bias, 100.0)
+    model.set_attn_implementation("eager")
+    assert model(input_ids=torch.tensor([[2, 3, 4]])).logits.isnan().any()
+    model.set_attn_implementation("sdpa")
+    assert supports_packing(model)
+
+
 def test_the_trial_finds_a_model_that_ignores_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("qwen3", head_dim=8)
     forward = type(model.model).forward

@@ -1,10 +1,10 @@
 """What the attention layers of a model are given, recorded in a trial.
 
 In: a forward of a model with the attention of `packed_attention`. Out: for each layer, the window of the mask that the
-model built for it and the window that it passed as an option. Invariant: the window of a mask is read from its mask
-function at positions far beyond any window, so that a trial of a few tokens shows windows of thousands. Without a
-trial nothing is recorded, and masks are those of `sdpa`. That holds for other threads, too, which may use models of
-their own during a trial.
+model built for it and the window that it passed as an option; whether all scores are plain. Invariant: the window of a
+mask is read from its mask function at positions far beyond any window, so that a trial of a few tokens shows windows of
+thousands. Without a trial nothing is recorded, and masks are those of `sdpa`. That holds for other threads, too, which
+may use models of their own during a trial.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNKNOWN = -1
 
 
 @dataclass(kw_only=True)
-class LayerWindows:
+class ObservedLayers:
     """The windows of the attention layers, by module; None if unlimited."""
 
     by_mask: dict[Any, int | None] = field(default_factory=dict)
@@ -39,32 +39,35 @@ class LayerWindows:
     """Masks by the address of their memory. They are kept, so that no address is used twice."""
     thread: int = field(default_factory=threading.get_ident)
     """The thread of the trial."""
+    plain_scores: bool = True
+    """Whether no layer has a soft cap or an attention sink."""
 
 
-_observers: list[LayerWindows] = []
+_observers: list[ObservedLayers] = []
 
 
 @contextmanager
-def observe_windows() -> Iterator[LayerWindows]:
-    """Record the windows of all attention layers that run inside."""
-    _observers.append(LayerWindows())
+def observe_layers() -> Iterator[ObservedLayers]:
+    """Record what all attention layers that run inside are given."""
+    _observers.append(ObservedLayers())
     try:
         yield _observers[-1]
     finally:
         _observers.pop()
 
 
-def _observer() -> LayerWindows | None:
+def _observer() -> ObservedLayers | None:
     """What the trial of this thread records; None outside a trial."""
     # The list comes first: compiled layers never ask for the thread then.
     return _observers[-1] if _observers and _observers[-1].thread == threading.get_ident() else None
 
 
-def observe_layer(module: Any, mask: Tensor | None, window: int | None, *, packed: bool) -> None:
+def observe_layer(module: Any, mask: Tensor | None, window: int | None, *, plain_scores: bool, packed: bool) -> None:
     """Record what a layer is given, in a trial."""
     seen = _observer()
     if seen is None:
         return
+    seen.plain_scores &= plain_scores
     if packed:
         seen.by_option[module] = window
     else:

@@ -64,9 +64,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention interface of transformers: [1, heads, I, size] in, [1, I, heads, size] out."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    observe_layer(module, attention_mask, sliding_window, packed=packing is not None)
+    plain_scores = softcap is None and s_aux is None
+    observe_layer(module, attention_mask, sliding_window, plain_scores=plain_scores, packed=packing is not None)
     if packing is None:
-        if softcap is not None or s_aux is not None:
+        if not plain_scores:
             _refuse_unknown(options)
             return _with_scores(query, key, value, _seen(query, key, attention_mask), scale, softcap, s_aux), None
         if _is_decoding(query, key, attention_mask, options):
