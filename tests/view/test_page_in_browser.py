@@ -261,7 +261,8 @@ def test_from_an_evaluation_to_what_changed(page: Any, serve: Callable[..., Any]
     assert "advantage" not in aside
     assert "held_out/2 at 0" in page.locator(".before").first.inner_text()
     page.locator(".before a").first.click()
-    page.get_by_text("evaluation after step 0").wait_for()
+    # Not its text: a heading of the page before contains it, too.
+    page.get_by_role("link", name="evaluation after step 0", exact=True).wait_for()
     page.keyboard.press("Escape")
     page.get_by_text("There is no recorded evaluation before it").wait_for()
     assert page.evaluate("window.hacked") is None
