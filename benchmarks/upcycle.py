@@ -6,7 +6,7 @@
 In: a Llama, Qwen2 or Qwen3 model (directory, hub name or .gguf file). Out: a Mixtral, Qwen2-MoE or Qwen3-MoE directory
 that transformers, vLLM and gspo load. Invariants: gate weights add up to 1, so with `--noise 0` the logits are those of
 the dense model, whatever the router chooses, and this is checked before anything is written; the same seed gives the
-same router and the same noise; a weight that the MoE model has no place for is refused.
+same router and the same noise; a weight that the MoE model has no place for is an error.
 """
 
 from __future__ import annotations
